@@ -1,0 +1,69 @@
+"""Buffers: the device memory of a package, by purpose and in bytes, before anything is allocated."""
+
+from math import prod
+
+from lorac.plan.kernels import ITEMSIZE
+from lorac.plan.model import BackendPlan, Buffer, ModulePlan
+from lorac.spec.backend import Declaration
+
+SCRATCH_ITEMSIZE = {"fp32": 4, "i32": 4}
+
+
+def slot_buffers(modules: tuple[ModulePlan, ...], slots: int, max_rank: int, dtype: str) -> tuple[Buffer, ...]:
+    """A, B, rank and scale of every module, over all its instances and slots."""
+    buffers = []
+    for module in modules:
+        slices = len(module.slices)
+        tables = (module.instances, slots, slices)
+        for name, shape in (("a", a_shape(module, slots, max_rank)), ("b", b_shape(module, slots, max_rank))):
+            size = prod(shape) * ITEMSIZE[dtype]
+            buffers.append(Buffer(f"{name}.{module.name}", shape, dtype, size, f"{name.upper()} of every slot"))
+        buffers.append(Buffer(f"rank.{module.name}", tables, "int32", 4 * prod(tables), "rank of every slot"))
+        buffers.append(Buffer(f"scale.{module.name}", tables, "float32", 4 * prod(tables), "scaling of every slot"))
+    return tuple(buffers)
+
+
+def a_shape(module: ModulePlan, slots: int, max_rank: int) -> tuple[int, ...]:
+    """A: slice c of slot s at rows c * R; an embedding's A has a row per token, so that a lookup reads one row."""
+    rows = len(module.slices) * max_rank
+    if module.kind == "embedding":
+        return (module.instances, slots, module.in_features, max_rank)
+    if module.experts:
+        return (module.instances, slots, 1 if module.shared_a else module.local_experts, rows, module.in_features)
+    return (module.instances, slots, rows, module.in_features)
+
+
+def b_shape(module: ModulePlan, slots: int, max_rank: int) -> tuple[int, ...]:
+    """B: slots interleaved per output feature, so that one feature's columns of all slots are contiguous."""
+    if module.experts:
+        experts = 1 if module.shared_b else module.local_experts
+        return (module.instances, slots, experts, module.out_features, max_rank)
+    return (module.instances, module.out_features, slots, max_rank)
+
+
+def metadata_buffer(rows: int, requests: int, segments: int, slots: int) -> Buffer:
+    """The step's int32 metadata: row_slot and order per row, three numbers per segment, active slots, the packed copy."""
+    count = 2 * rows + 3 * segments + slots + 2 * requests + 1
+    return Buffer("metadata", (count,), "int32", 4 * count, "rows, segments and requests of one step")
+
+
+def scratch_bytes(
+    backend: BackendPlan, declaration: Declaration, modules: dict[str, ModulePlan], rows: int, slots: int, dtype: str
+) -> tuple[tuple[str, int], ...]:
+    """Bytes of each scratch buffer at `rows` rows: the largest that any kernel and any launch asks for."""
+    sizes: dict[str, int] = {}
+    for kernel in backend.kernels:
+        module = modules[kernel.module]
+        for launch in kernel.launches:
+            served = min(rows, launch.rows or rows)
+            dims = {
+                "rows": served,
+                "columns": len(module.slices) * launch.rank,
+                "out": module.out_features,
+                "slots": slots,
+                **dict(launch.tile),
+            }
+            for name, scratch in declaration.kernels[kernel.stage].scratch.items():
+                itemsize = SCRATCH_ITEMSIZE.get(scratch.dtype) or ITEMSIZE[dtype]
+                sizes[name] = max(sizes.get(name, 0), itemsize * prod(dims[dim] for dim in scratch.shape))
+    return tuple(sorted(sizes.items()))

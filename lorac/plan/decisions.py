@@ -1,0 +1,67 @@
+"""Decisions: combinations that do not work, each switched off in one place, with the reason a user reads in `explain`."""
+
+from lorac.plan.model import Decision, Variant
+from lorac.runtime.segments import Segments
+from lorac.spec.backend import Declaration
+
+# MoE runners whose base-only graph was compared with their LoRA graph; others keep a single variant
+VALIDATED_RUNNERS = ("triton",)
+
+
+def prefill_mode(
+    block: str, asked: str, declaration: Declaration, segments: Segments, experts: bool, dp_attention: bool
+) -> tuple[str, list[Decision]]:
+    """The prefill graph mode of one backend, and why it is off where it was asked for."""
+    if asked == "off":
+        return "off", []
+    subject = f"{block}: prefill graphs"
+    if dp_attention:
+        reason = "under DP attention the ranks' batches differ, so one could replay what another runs eagerly"
+    elif not declaration.prefill_graphs:
+        reason = declaration.no_prefill_graphs or "the backend declares none"
+    elif asked not in declaration.prefill_graphs:
+        reason = f"the backend supports {' and '.join(declaration.prefill_graphs)}, not {asked}"
+    elif experts and asked == "full":
+        reason = "a full graph fixes the routing of experts, which must be recomputed for every batch; use breakable"
+    else:
+        return asked, []
+    return "off", [Decision(subject, "off", reason)]
+
+
+def moe_variants(
+    variants: tuple[Variant, ...], experts: bool, runner: str
+) -> tuple[tuple[Variant, ...], list[Decision]]:
+    """All variants, or the widest alone for a MoE runner whose dual capture was never validated."""
+    if not experts or runner in VALIDATED_RUNNERS:
+        return variants, []
+    reason = f"dual capture was never validated for the MoE runner {runner!r}; one graph serves every batch"
+    return variants[-1:], [Decision("variants", f"{variants[-1].name} alone", reason, "warning")]
+
+
+def backend_notes(
+    block: str, declaration: Declaration, targets: tuple[str, ...], kinds: set[str], decode: bool
+) -> list[Decision]:
+    """What a backend leaves out of this spec, each with its reason."""
+    notes = []
+    for target in targets:
+        if declaration.architectures and target not in declaration.architectures:
+            notes.append(
+                Decision(f"{block}: {target}", "not compiled", f"the backend supports {', '.join(declaration.architectures)}")
+            )
+    if decode and not declaration.decode_graphs:
+        notes.append(Decision(f"{block}: decode graphs", "off", "the backend's decode step cannot be captured"))
+    if "experts" in kinds and not declaration.experts:
+        notes.append(Decision(f"{block}: experts", "not served", "the backend has no kernels for experts", "warning"))
+    return notes
+
+
+def model_notes(kinds: set[str], prefill: bool, tied: bool) -> list[Decision]:
+    """What follows from the modules themselves."""
+    notes = []
+    if "lm_head" in kinds and prefill:
+        reason = "logits are computed for some rows of each request only, on a row map of their own"
+        notes.append(Decision("lm_head in prefill graphs", "runs in the eager tail", reason))
+    if tied and kinds & {"lm_head", "embedding"}:
+        reason = "the checkpoint shares one weight; an adapter on one of the two leaves the other alone"
+        notes.append(Decision("tied embeddings", "separate deltas", reason))
+    return notes

@@ -1,0 +1,195 @@
+"""The plan: everything a package is, decided. Plain frozen data; nothing here is left to interpret.
+
+A plan is a function of the spec's content, the backend folders and the tuned tables, and of nothing else: no paths, dates or
+versions. Its canonical JSON is hashed into the package's fingerprint.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from lorac.runtime.segments import Grid, Segments
+from lorac.spec.shapes import Experts
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """One stacked part of a module: output rows [start, start + width) on this rank."""
+
+    name: str
+    path: str
+    start: int
+    width: int
+    full_width: int
+    units: int
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """A layer that takes LoRA; see `lorac.runtime.layout.Module`, which it becomes."""
+
+    name: str
+    kind: str  # linear | lm_head | embedding | experts
+    path: str
+    in_features: int
+    full_in_features: int
+    out_features: int
+    slices: tuple[SlicePlan, ...]
+    layers: tuple[int, ...]
+    sharding: str
+    experts: Experts | None
+    local_experts: int  # on this rank; 0 where the module has none
+    shared_a: bool
+    shared_b: bool
+
+    @property
+    def instances(self) -> int:
+        """How many of it the model has."""
+        return max(1, len(self.layers))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A bound on a batch, resolved: at most `adapters` distinct adapters, none of a rank above `rank`."""
+
+    name: str
+    adapters: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket as one backend serves it: the grid its launches cover, never another bucket's."""
+
+    size: int
+    grid: Grid
+    variants: tuple[str, ...]  # those that can occur, narrow to wide
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch configuration: serves up to `rows` rows (0: any number) and adapters up to `rank`."""
+
+    rows: int
+    rank: int
+    tile: tuple[tuple[str, int], ...]
+    warps: int
+    stages: int
+    pdl: bool
+    source: str  # "default" or the tuned table it comes from
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel: a stage of one module, its arguments in order and every configuration it is launched with."""
+
+    name: str
+    stage: str
+    module: str
+    template: str
+    arguments: tuple[tuple[str, str], ...]
+    constants: tuple[str, ...]  # constexpr arguments, in order
+    masks: tuple[str, ...]  # dimensions some configuration does not divide: in, out
+    splits: bool  # some configuration splits K
+    wide_b: bool  # offsets into this module's B can pass 2**31
+    aligned: int  # elements every row of x starts at a multiple of
+    precision: str  # of tl.dot: "ieee" for float32, which would be rounded to TF32 otherwise; "" elsewhere
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class BackendPlan:
+    """One backend block of the spec with everything decided about it."""
+
+    name: str
+    kind: str
+    summary: str
+    parameters: tuple[tuple[str, object], ...]
+    segments: Segments
+    owns_base: bool
+    decode_graphs: bool
+    prefill_mode: str  # breakable | full | tc_piecewise | off
+    decode: tuple[BucketPlan, ...]
+    prefill: tuple[BucketPlan, ...]
+    kernels: tuple[KernelPlan, ...]
+    scratch: tuple[tuple[str, int], ...]  # bytes of each scratch buffer at the largest bucket
+    operators: tuple[tuple[str, str], ...]  # declared signatures of operators that live outside lorac
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Decode graphs: buckets in rows, ascending; empty when there are none."""
+
+    buckets: tuple[int, ...]
+    streams: int
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Prefill graphs: buckets in tokens, ascending; `mode` is what the spec asked for."""
+
+    mode: str
+    buckets: tuple[int, ...]
+    max_tokens: int
+    max_requests: int
+    max_padding: float
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Device memory of a package, by purpose."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    purpose: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Something decided where the user might have expected otherwise, and why."""
+
+    subject: str
+    outcome: str
+    reason: str
+    level: str = "note"  # note | warning
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One deployment."""
+
+    name: str
+    family: str
+    dtype: str
+    slots: int
+    max_rank: int
+    hidden: int
+    vocab: int
+    layers: int
+    tied: bool
+    tp: int
+    ep: int
+    agree: bool
+    moe_runner: str
+    modules: tuple[ModulePlan, ...]
+    variants: tuple[Variant, ...]
+    decode: DecodePlan
+    prefill: PrefillPlan
+    backends: tuple[BackendPlan, ...]
+    buffers: tuple[Buffer, ...]
+    decisions: tuple[Decision, ...]
+    targets: tuple[str, ...]
+
+    def module(self, name: str) -> ModulePlan:
+        """The module of that name."""
+        return next(module for module in self.modules if module.name == name)
+
+    def canonical(self) -> str:
+        """The plan as canonical JSON: sorted keys, no white space, ASCII."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON, in hex."""
+        return hashlib.sha256(self.canonical().encode()).hexdigest()

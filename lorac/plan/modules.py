@@ -1,0 +1,83 @@
+"""From a model's shapes and a spec's targets to the modules that take LoRA, as one tensor-parallel rank holds them."""
+
+from lorac.errors import Problem
+from lorac.plan.model import ModulePlan, SlicePlan
+from lorac.spec.shapes import Linear, Shapes
+
+
+def plan_modules(
+    shapes: Shapes, targets: tuple[str, ...], tp: int, ep: int, shared_outer: bool
+) -> tuple[tuple[ModulePlan, ...], list[Problem]]:
+    """One module per target, in the spec's order; problems where a shape cannot be sharded over `tp` ranks."""
+    modules, problems = [], []
+    for index, target in enumerate(targets):
+        try:
+            modules += _expert_modules(shapes, ep, shared_outer) if target == "experts" else [_module(shapes, target, tp)]
+        except ValueError as error:
+            problems.append(Problem(str(error), ("adapters", "targets", index), hint="lower parallel.tp or parallel.ep"))
+    return tuple(modules), problems
+
+
+def _module(shapes: Shapes, target: str, tp: int) -> ModulePlan:
+    if target == "lm_head":
+        width = _even(shapes.vocab, tp, 0, "the vocabulary")
+        part = SlicePlan("lm_head", "lm_head", 0, width, shapes.vocab, 0)
+        return _plain("lm_head", "lm_head", "lm_head", shapes.hidden, shapes.hidden, (part,), (), "column")
+    if target == "embed_tokens":
+        part = SlicePlan("embed_tokens", "embed_tokens", 0, shapes.hidden, shapes.hidden, 0)
+        return _plain("embed_tokens", "embedding", "embed_tokens", shapes.vocab, shapes.vocab, (part,), (), "replicated")
+    names = dict(shapes.fused).get(target, (target,))
+    linears = [shapes.linear(name) for name in names]
+    first = linears[0]
+    slices, start = [], 0
+    for linear in linears:
+        width = _width(linear, tp)
+        slices.append(SlicePlan(linear.name, linear.path, start, width, linear.out_features, linear.units))
+        start += width
+    in_features = _even(first.in_features, tp, 0, f"{target}'s input") if first.sharding == "row" else first.in_features
+    path = first.path.rpartition(".")[0] + "." + target if len(linears) > 1 else first.path
+    return _plain(
+        target, "linear", path, in_features, first.in_features, tuple(slices), first.layers, first.sharding
+    )
+
+
+def _width(linear: Linear, tp: int) -> int:
+    return _even(linear.out_features, tp, linear.units, linear.name) if linear.sharding == "column" else linear.out_features
+
+
+def _even(size: int, tp: int, units: int, what: str) -> int:
+    """The shard of `size` on one of `tp` ranks; with fewer units (kv heads) than ranks, units are replicated."""
+    if units and units < tp:
+        if tp % units:
+            raise ValueError(f"{what}: {units} heads cannot be replicated evenly over {tp} ranks")
+        return size // units
+    if size % tp or (units and units % tp):
+        raise ValueError(f"{what}: {units or size} cannot be cut evenly over {tp} ranks")
+    return size // tp
+
+
+def _expert_modules(shapes: Shapes, ep: int, shared_outer: bool) -> list[ModulePlan]:
+    experts = shapes.experts
+    if experts.count % ep:
+        raise ValueError(f"{experts.count} experts cannot be spread evenly over {ep} ranks")
+    gate, up, down = experts.names
+    width, hidden = experts.intermediate, shapes.hidden
+    paths = [f"{experts.path}.*.{name}" for name in (gate, up, down)]
+    gate_up = (SlicePlan("gate", paths[0], 0, width, width, 0), SlicePlan("up", paths[1], width, width, width, 0))
+    down_part = (SlicePlan("down", paths[2], 0, hidden, hidden, 0),)
+    common = dict(kind="experts", path=experts.path, layers=experts.layers, sharding="replicated", experts=experts)
+    common["local_experts"] = experts.count // ep
+    return [
+        ModulePlan("experts_gate_up", in_features=hidden, full_in_features=hidden, out_features=2 * width,
+                   slices=gate_up, shared_a=shared_outer, shared_b=False, **common),
+        ModulePlan("experts_down", in_features=width, full_in_features=width, out_features=hidden,
+                   slices=down_part, shared_a=False, shared_b=shared_outer, **common),
+    ]  # fmt: skip
+
+
+def _plain(
+    name: str, kind: str, path: str, in_features: int, full_in: int, slices: tuple[SlicePlan, ...],
+    layers: tuple[int, ...], sharding: str,
+) -> ModulePlan:  # fmt: skip
+    out = sum(part.width for part in slices)
+    return ModulePlan(name, kind, path, in_features, full_in, out, slices, layers, sharding, None, 0, False, False)

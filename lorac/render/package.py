@@ -1,0 +1,170 @@
+"""Plan -> {path: text}: every file of a package, in memory. Nothing else in lorac knows Jinja."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from lorac.errors import BuildError
+from lorac.plan.model import BackendPlan, KernelPlan, Launch, ModulePlan, Plan
+from lorac.render.environment import environment, render_template, used_names, uses_attribute
+
+# what a kernel template may use besides what it defines itself
+KERNEL_NAMES = {"kernel", "module", "package", "parameters", "backend"}
+OPTIONAL = frozenset({"parameters", "package", "modules", "header"})
+
+
+def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, str]:
+    """Every file of the package by its path inside it, the manifest last.
+
+    `folders` holds each backend block's template folder. Raises BuildError where a template and the plan disagree.
+    """
+    package = _package(plan)
+    common = {"package": package, "modules": [_module(module) for module in plan.modules]}
+    context = {
+        "layout": common | {"has_experts": any(module.experts for module in plan.modules)},
+        "admission": {
+            "package": package,
+            "decode": plan.decode,
+            "prefill": plan.prefill,
+            "variants": plan.variants,
+            "backends": [asdict(backend) | {"off": _off(plan, backend)} for backend in plan.backends],
+        },
+        "step": {
+            "package": package,
+            "variants": plan.variants,
+            "backends": plan.backends,
+            "limits": _limits(plan),
+        },
+        "init": common | {"backends": plan.backends},
+    }
+    env = environment()
+    files = {}
+    for name, values in context.items():
+        path = "__init__.py" if name == "init" else f"{name}.py"
+        template = f"package/{name}.py.jinja"
+        files[path] = _tidy(render_template(env, template, values | {"header": _header(plan, template)}))
+    files["backends/__init__.py"] = _header(plan, "backends/") + '\n"""The backends of this package, one module each."""\n'
+    for backend in plan.backends:
+        files[f"backends/{backend.name}.py"] = _backend(plan, backend, folders[backend.name], package)
+    for path, text in files.items():
+        _check_python(path, text)
+    return dict(sorted(files.items())) | {"manifest.json": _manifest(plan, files, fingerprint)}
+
+
+def _backend(plan: Plan, backend: BackendPlan, folder: Path, package: dict) -> str:
+    env = environment(folder)
+    template = "backend.py.jinja"
+    _check_parameters(env, template, backend)
+    context = {
+        "package": package,
+        "backend": backend,
+        "parameters": dict(backend.parameters),
+        "modules": [
+            _module(module) | {"kernels": [_kernel(k) for k in backend.kernels if k.module == module.name]}
+            for module in plan.modules
+        ],
+        "header": _header(plan, f"backends/{backend.kind}/{template}"),
+    }
+    return _tidy(render_template(env, template, context, OPTIONAL))
+
+
+def _check_parameters(env, template: str, backend: BackendPlan) -> None:
+    """Every declared parameter is read by some template of the backend, and every name a kernel template reads exists."""
+    read = uses_attribute(env, template, "parameters")
+    for kernel in {kernel.template for kernel in backend.kernels}:
+        read |= uses_attribute(env, kernel, "parameters")
+        unknown = sorted(used_names(env, kernel) - KERNEL_NAMES)
+        if unknown:
+            raise BuildError(f"template {kernel} uses {', '.join(unknown)}; a kernel is given {', '.join(sorted(KERNEL_NAMES))}")
+    unread = sorted(name for name, _ in backend.parameters if name not in read)
+    if unread:
+        raise BuildError(f"backend {backend.name!r} declares parameters that no template of it reads: {', '.join(unread)}")
+
+
+def _package(plan: Plan) -> dict:
+    names = ("name", "family", "dtype", "slots", "max_rank", "layers", "hidden", "vocab", "tied", "tp", "ep")
+    return {name: getattr(plan, name) for name in names}
+
+
+def _module(module: ModulePlan) -> dict:
+    values = asdict(module)
+    if module.experts:
+        gate, up, down = module.experts.names
+        values["expert_names"] = (gate, up) if len(module.slices) == 2 else (down,)
+    return values
+
+
+def _kernel(kernel: KernelPlan) -> dict:
+    launches, source = [], "default"
+    for launch in kernel.launches:
+        note = launch.source if launch.source != source else ""
+        source = launch.source
+        launches.append({"row": _row(kernel, launch), "note": note})
+    return asdict(kernel) | {"launches": launches}
+
+
+def _row(kernel: KernelPlan, launch: Launch) -> tuple:
+    """One line of a kernel's launch table: bounds and options, then its constants in the signature's order."""
+    values = dict(launch.tile) | {"RANK": launch.rank}
+    missing = [name for name in kernel.constants if name not in values]
+    if missing:
+        raise BuildError(f"kernel {kernel.name}: its tiles give no value for {', '.join(missing)}")
+    constants = (values[name] for name in kernel.constants)
+    return (launch.rows, launch.rank, launch.warps, launch.stages, launch.pdl, *constants)
+
+
+def _limits(plan: Plan) -> dict[str, int]:
+    decode, prefill = plan.decode.buckets, plan.prefill.buckets
+    requests = max((*decode, plan.prefill.max_requests if prefill else 0, 1))
+    return {
+        "rows": max((*decode, *prefill, 1)),
+        "requests": requests,
+        "slots_block": max(2, 1 << (plan.slots - 1).bit_length()),
+    }
+
+
+def _off(plan: Plan, backend: BackendPlan) -> list[tuple[str, str]]:
+    """(phase, reason) for each phase this backend has no graphs in."""
+    reasons = {decision.subject: decision.reason for decision in plan.decisions}
+    off = []
+    if not backend.decode:
+        why = reasons.get(f"{backend.name}: decode graphs", "the spec asks for no decode graphs")
+        off.append(("decode", why))
+    if not backend.prefill:
+        why = reasons.get(f"{backend.name}: prefill graphs", "the spec asks for no prefill graphs")
+        off.append(("prefill", why))
+    return off
+
+
+def _header(plan: Plan, template: str) -> str:
+    """Two lines, always: Triton keys compiled kernels by their line number. The first follows Go's convention."""
+    return f'# Code generated by lorac from the spec "{plan.name}". DO NOT EDIT.\n# Template: templates/{template}'
+
+
+def _tidy(text: str) -> str:
+    """Trailing blanks off, runs of blank lines as a formatter leaves them, one newline at the end."""
+    lines: list[str] = []
+    blank = 0
+    for line in (line.rstrip() for line in text.splitlines()):
+        if not line:
+            blank += 1
+            continue
+        most = 2 if not line.startswith((" ", ")", "}", "]")) else 1
+        lines += [""] * (min(blank, most) if lines else 0)
+        lines.append(line)
+        blank = 0
+    return "\n".join(lines) + "\n"
+
+
+def _check_python(path: str, text: str) -> None:
+    try:
+        compile(text, path, "exec")
+    except SyntaxError as error:
+        raise BuildError(f"{path}:{error.lineno}: the templates rendered invalid Python: {error.msg}: {error.text}") from error
+
+
+def _manifest(plan: Plan, files: dict[str, str], fingerprint: str) -> str:
+    hashes = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())}
+    manifest = {"lorac": 1, "name": plan.name, "fingerprint": fingerprint, "plan": plan.digest(), "files": hashes}
+    return json.dumps(manifest, indent=2) + "\n"

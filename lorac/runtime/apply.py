@@ -1,0 +1,88 @@
+"""LoRA on one layer: `add` onto a base output, or `linear` with the base GEMM included. Shapes are checked here, once."""
+
+import torch
+from torch.nn.functional import linear as base_linear
+
+from lorac.runtime.errors import ShapeError
+from lorac.runtime.layout import Module
+from lorac.runtime.step import Batch, Step
+
+
+def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
+    """y += LoRA of x, in place, for the batch `step` was prepared for; returns y.
+
+    x [..., in_features] (token ids [...] for an embedding), y [..., out_features], rows in the batch's order; both of the
+    package's dtype on its device. Base rows of y keep their bits. Raises TicketError where the batch was not prepared or
+    its slots changed, ShapeError for tensors that do not fit.
+    """
+    spec = step.layout.by_name.get(module) or _unknown(module, step)
+    batch, slot = step.enter(module, layer)
+    rows = _rows(x, spec, step, batch)
+    target = _target(y, rows.shape[0], spec, step)
+    if batch.adapters:
+        step.backend.ADD[module](rows, target, slot, batch, step.scratch)
+    return y
+
+
+def linear(
+    module: str, layer: int, x: torch.Tensor, weight: torch.Tensor, step: Step, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T (+ bias) + LoRA of x: [..., out_features]. A backend that owns the base GEMM runs both as one.
+
+    weight [out_features, in_features] of the package's dtype. Errors as for `add`.
+    """
+    spec = step.layout.by_name.get(module) or _unknown(module, step)
+    owned = getattr(step.backend, "LINEAR", {}).get(module)
+    if owned is None or bias is not None:
+        return add(module, layer, x, base_linear(x, weight, bias), step)
+    if weight.shape != (spec.out_features, spec.in_features) or not weight.is_contiguous():
+        raise ShapeError(
+            f"{module}: weight is {list(weight.shape)} with strides {weight.stride()}, expected contiguous "
+            f"[{spec.out_features}, {spec.in_features}]"
+        )
+    batch, slot = step.enter(module, layer)
+    rows = _rows(x, spec, step, batch)
+    return owned(rows, weight, slot, batch, step.scratch).view(*x.shape[:-1], spec.out_features)
+
+
+def _rows(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tensor:
+    """x as [rows, in_features] with rows that start on 16 bytes; copied where it is laid out otherwise."""
+    if spec.kind == "embedding":
+        ids = x.reshape(-1)
+        return _sized(ids if ids.dtype == torch.int64 else ids.long(), spec, batch)
+    if x.dtype != step.slots.dtype or x.shape[-1] != spec.in_features or x.device != step.device:
+        raise ShapeError(
+            f"{spec.name}: x is {list(x.shape)} {x.dtype} on {x.device}, expected [..., {spec.in_features}] "
+            f"{step.slots.dtype} on {step.device}"
+        )
+    rows = _sized(x.reshape(-1, spec.in_features), spec, batch)
+    # the kernels' loads are compiled for rows aligned as those of a contiguous tensor
+    if rows.stride(1) != 1 or rows.stride(0) % 16 != spec.in_features % 16 or rows.data_ptr() % 16:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows
+
+
+def _sized(rows: torch.Tensor, spec: Module, batch: Batch) -> torch.Tensor:
+    if rows.shape[0] not in (batch.rows, batch.padded):
+        padded = f" or {batch.padded} padded" if batch.padded != batch.rows else ""
+        raise ShapeError(f"{spec.name}: x has {rows.shape[0]} rows, but the batch was prepared for {batch.rows}{padded}")
+    return rows
+
+
+def _target(y: torch.Tensor, rows: int, spec: Module, step: Step) -> torch.Tensor:
+    """y as [rows, out_features], sharing its memory."""
+    if y.dtype != step.slots.dtype or y.shape[-1] != spec.out_features or y.numel() != rows * spec.out_features:
+        raise ShapeError(
+            f"{spec.name}: y is {list(y.shape)} {y.dtype}, expected {rows} rows of {spec.out_features} in {step.slots.dtype}"
+        )
+    try:
+        target = y.view(rows, spec.out_features)
+    except RuntimeError:
+        raise ShapeError(f"{spec.name}: y has strides {y.stride()}; add works in place on rows evenly spaced") from None
+    if target.stride(1) != 1 or target.data_ptr() % 16:
+        raise ShapeError(f"{spec.name}: y has strides {y.stride()}; its last dimension must be contiguous and aligned")
+    return target
+
+
+def _unknown(module: str, step: Step):
+    raise ShapeError(f"package {step.layout.name} has no module {module!r}: it has {', '.join(step.layout.by_name)}")

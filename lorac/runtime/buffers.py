@@ -1,0 +1,131 @@
+"""The device memory of all slots: A and B of every module at addresses that never change, and the copy into one slot."""
+
+import torch
+
+from lorac.runtime.adapters import Adapter
+from lorac.runtime.adapters.pack import Block, Tables
+from lorac.runtime.errors import SlotError
+from lorac.runtime.layout import Layout, Module
+
+
+class Buffers:
+    """One tensor per module and table, zero where no adapter is. Per module of `layout`:
+
+    a: [instances, slots, slices * R, in]; embedding [1, slots, vocab, R]; experts [instances, slots, experts, slices * R, in]
+    b: [instances, out, slots, R]; experts [instances, slots, experts, out, R]
+    rank, scale: [instances, slots, slices], int32 and float32; rank 0 where the slot has nothing
+
+    On a CUDA device an adapter is copied to a staging buffer first (`stage`), beside running work, and then spread into its
+    slot on the device (`commit`), which is short. `staging` grows to the largest adapter and stays.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device):
+        self.layout, self.device = layout, device
+        self.a, self.b, self.rank, self.scale = {}, {}, {}, {}
+        dtype = getattr(torch, layout.dtype)
+        for module in layout.modules:
+            for tables, (shape, kind) in zip(
+                (self.a, self.b, self.rank, self.scale), shapes(module, layout), strict=True
+            ):
+                tables[module.name] = torch.zeros(shape, dtype=kind or dtype, device=device)
+        self._extents: list[dict[str, int]] = [{} for _ in range(layout.slots)]  # the rank each slot's tables hold
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self.stream = torch.cuda.Stream(device)
+            self.staging = torch.empty(0, dtype=torch.uint8, device=device)
+            self._committed = torch.cuda.Event()
+            self._read: dict[int, torch.cuda.Event] = {}  # by stream: the end of the last step that could read slots
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+            self._committed.record(self.stream)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of each module's tables."""
+        every = (self.a, self.b, self.rank, self.scale)
+        return {name: sum(tables[name].nbytes for tables in every) for name in self.a}
+
+    def stage(self, adapter: Adapter) -> torch.Tensor:
+        """The adapter's bytes on the device, when they have arrived; may run beside steps, and changes no slot.
+
+        Raises torch.OutOfMemoryError where the staging buffer cannot grow, SlotError while a graph is being captured.
+        """
+        if not self._cuda:
+            return adapter.buffer
+        if torch.cuda.is_current_stream_capturing():
+            raise SlotError("an adapter cannot be loaded while a CUDA graph is captured; load it before or after")
+        with torch.cuda.stream(self.stream):
+            if self.staging.numel() < adapter.nbytes:
+                self.staging = torch.empty(0, dtype=torch.uint8, device=self.device)  # give back before growing
+                self.staging = torch.empty(adapter.nbytes, dtype=torch.uint8, device=self.device)
+            staged = self.staging[: adapter.nbytes]
+            staged.copy_(adapter.buffer, non_blocking=True)
+            arrived = self.stream.record_event()
+        # waited for here, so that a step only ever waits for the short commit, and the host's bytes outlive the copy
+        arrived.synchronize()
+        return staged
+
+    def commit(self, slot: int, blocks: tuple[Block, ...], staged: torch.Tensor | None) -> None:
+        """Make a slot hold exactly `blocks` of `staged` (nothing, if there are none): after the steps that read it."""
+        if not self._cuda:
+            self._write(slot, blocks, staged)
+            return
+        with torch.cuda.stream(self.stream):
+            for event in self._read.values():
+                self.stream.wait_event(event)
+            self._write(slot, blocks, staged)
+            self._committed.record(self.stream)
+
+    def before_step(self, stream: "torch.cuda.Stream | None") -> None:
+        """Make `stream` wait for what has been committed."""
+        if self._cuda:
+            stream.wait_event(self._committed)
+
+    def after_step(self, stream: "torch.cuda.Stream | None") -> None:
+        """Make the next commit wait for what `stream` has been given so far."""
+        if self._cuda:
+            self._read.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
+
+    def _write(self, slot: int, blocks: tuple[Block, ...], staged: torch.Tensor | None) -> None:
+        old, new = self._extents[slot], {block.module.name: block.rank for block in blocks}
+        for name, held in old.items():
+            covered = new.get(name, 0)
+            tables = self._slot_tables(self.layout.by_name[name], slot)
+            tables.a[..., covered:held, :].zero_()
+            tables.b[..., covered:held].zero_()
+            if not covered:
+                tables.rank.zero_()
+                tables.scale.zero_()
+        for block in blocks:
+            tables, source = self._slot_tables(block.module, slot), block.tables(staged)
+            # the embedding's A has a row per token, and its rank last
+            tables.a[..., : block.rank, :].copy_(source.a.mT if block.module.kind == "embedding" else source.a)
+            tables.b[..., : block.rank].copy_(source.b)
+            tables.rank.copy_(source.rank)
+            tables.scale.copy_(source.scale)
+        self._extents[slot] = new
+
+    def _slot_tables(self, module: Module, slot: int) -> Tables:
+        """One slot's part of a module's tables: a [..., R, in], b [..., out, R]."""
+        a, b, name = self.a[module.name][:, slot], self.b[module.name], module.name
+        if module.kind == "embedding":
+            a = a.mT
+        else:
+            a = a.unflatten(-2, (len(module.slices), self.layout.max_rank))
+        b = b[:, slot] if module.experts else b[:, :, slot]
+        return Tables(a, b, self.rank[name][:, slot], self.scale[name][:, slot])
+
+
+def shapes(module: Module, layout: Layout) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+    """(shape, dtype) of a module's a, b, rank and scale; None is the package's dtype."""
+    slots, rank, slices, experts = layout.slots, layout.max_rank, len(module.slices), module.experts
+    if module.kind == "embedding":
+        a, b = (1, slots, module.in_features, rank), (1, module.out_features, slots, rank)
+    elif experts is not None:
+        a_experts, b_experts = (1 if shared else experts.local for shared in (experts.shared_a, experts.shared_b))
+        a = (module.instances, slots, a_experts, slices * rank, module.in_features)
+        b = (module.instances, slots, b_experts, module.out_features, rank)
+    else:
+        a = (module.instances, slots, slices * rank, module.in_features)
+        b = (module.instances, module.out_features, slots, rank)
+    table = (module.instances, slots, slices)
+    return [(a, None), (b, None), (table, torch.int32), (table, torch.float32)]

@@ -1,0 +1,79 @@
+"""What a generated package tells the runtime about its modules: names, shapes and where their adapters' tensors come from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One stacked part of a module: rows [start, start + width) of its output on this rank."""
+
+    name: str  # the unfused projection: "q_proj"
+    path: str  # that projection inside a decoder layer (or of the model): "self_attn.q_proj"
+    start: int
+    width: int
+    full_width: int  # before tensor parallelism
+    units: int = 0  # pieces the width may be cut into (heads); 0: any
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The experts of a module of kind `experts`; `local` of `count` live on this rank."""
+
+    count: int
+    local: int
+    top_k: int
+    path: str  # "mlp.experts"
+    names: tuple[str, ...]  # this module's projections as checkpoints name them, one per slice
+    shared_a: bool = False  # one A for all experts (shared-outer gate_up)
+    shared_b: bool = False  # one B for all experts (shared-outer down)
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Module:
+    """A layer that takes LoRA. `layers` are the decoder layers that have it, () for one of the model itself."""
+
+    name: str
+    kind: str  # linear | lm_head | embedding | experts
+    path: str  # inside a decoder layer, or of the model: "self_attn.qkv_proj"
+    in_features: int  # on this rank
+    full_in_features: int
+    slices: tuple[Slice, ...]
+    layers: tuple[int, ...]
+    sharding: str  # column | row | replicated
+    experts: ExpertLayout | None = None
+
+    @property
+    def out_features(self) -> int:
+        """Output features on this rank, all slices."""
+        return sum(part.width for part in self.slices)
+
+    @property
+    def instances(self) -> int:
+        """How many of it the model has."""
+        return max(1, len(self.layers))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The constants of one package."""
+
+    name: str
+    family: str  # Hugging Face's model_type
+    dtype: str  # float32 | float16 | bfloat16
+    slots: int  # L
+    max_rank: int  # R
+    layers: int
+    hidden: int
+    vocab: int
+    tied: bool
+    tp: int
+    ep: int
+    modules: tuple[Module, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Module]:
+        """Modules by name."""
+        return {module.name: module for module in self.modules}

@@ -1,0 +1,70 @@
+"""From the packed description of a batch to the per-row and per-segment tensors kernels read.
+
+`launch` runs the generated `route` kernel; `on_host` does the same in plain Python for a CPU without Triton's interpreter.
+"""
+
+import torch
+
+from lorac.runtime.launch import Kernel
+from lorac.runtime.metadata import MAPS, Metadata
+
+ROUTE_ROWS = 256  # rows of one program of `route`
+
+
+def launch(route: Kernel, metadata: Metadata, by_request: bool) -> None:
+    """One launch over every row the metadata has room for, so that whatever lies past the batch is neutralised."""
+    maps = metadata.tensors
+    grid = (-(-metadata.rows // ROUTE_ROWS), MAPS)
+    route.run(
+        route.launches[int(by_request)],
+        grid,
+        packed=metadata.packed,
+        maps=maps,
+        map_stride=maps.stride(0),
+        rows_room=metadata.rows,
+        requests_room=metadata.requests,
+        segments_room=metadata.segments,
+    )
+
+
+def on_host(metadata: Metadata, batches: list[tuple[list[int], list[int], int, int]], by_request: bool) -> None:
+    """The same from the Python lists `metadata.write` took."""
+    for m in range(MAPS):
+        slots, starts, rows, chunk = batches[m] if m < len(batches) else ([], [0], 0, 1)
+        row_map = metadata.maps[m]
+        row_slot = [slot for slot, a, b in zip(slots, starts, starts[1:], strict=False) for _ in range(b - a)][:rows]
+        by_slot = {slot: [] for slot in sorted(set(slots) - {-1})}
+        for row, slot in enumerate(row_slot):
+            if slot >= 0:
+                by_slot[slot].append(row)
+        order = [row for members in by_slot.values() for row in members]
+        if by_request:
+            order = list(range(rows))
+            segments = list(zip(slots, starts, starts[1:], strict=False))
+        else:
+            segments = _chunks(by_slot, chunk)
+        _fill(row_map.row_slot, row_slot)
+        _fill(row_map.order, order)
+        _fill(row_map.seg_slot, [slot for slot, _, _ in segments])
+        _fill(row_map.seg_start, [start for _, start, _ in segments], 0)
+        _fill(row_map.seg_end, [end for _, _, end in segments], 0)
+        _fill(row_map.active, [slot for slot, members in by_slot.items() if members])
+
+
+def _chunks(by_slot: dict[int, list[int]], chunk: int) -> list[tuple[int, int, int]]:
+    segments, first = [], 0
+    for slot, members in by_slot.items():
+        for start in range(0, len(members), chunk):
+            segments.append((slot, first + start, first + min(start + chunk, len(members))))
+        first += len(members)
+    return segments
+
+
+def _fill(tensor: torch.Tensor, values: list[int], rest: int = -1) -> None:
+    """Write the values and neutralise the rest. Values past the tensor's room belong to a rule that never reads them."""
+    values = values[: tensor.numel()]
+    tensor.fill_(rest)
+    if values:
+        tensor[: len(values)] = torch.tensor(values, dtype=torch.int32)
+
+

@@ -1,0 +1,258 @@
+"""One step of a model: which rows belong to which adapter, told to the device once, and a ticket for what may be replayed."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lorac.runtime import routing
+from lorac.runtime.errors import CaptureError, ShapeError, TicketError
+from lorac.runtime.launch import Kernel, interpreted
+from lorac.runtime.layout import Layout
+from lorac.runtime.metadata import UNCUT, Metadata, RowMap
+from lorac.runtime.segments import Grid, Segments, decode_grid, prefill_grid, segment_slots
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the generated `admit` decided: the variant, and the bucket of the graph or, with bucket 0, why not."""
+
+    bucket: int
+    variant: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The right to run one prepared batch; `reason` says why it runs eagerly when it has no bucket."""
+
+    serial: int
+    phase: str  # decode | prefill | mixed
+    rows: int
+    requests: int
+    adapters: int
+    rank: int
+    variant: str
+    bucket: int
+    reason: str
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]  # of those slots
+    rows_per_request: int  # of a decode batch; above 1 in a verify step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What kernel launches read on the host. Tensors are in `map`; nothing here changes between replays of a graph."""
+
+    phase: str
+    grid: Grid
+    adapters: int  # bound of the variant: 0 means no LoRA work at all
+    rank: int  # bound of the variant
+    slots: tuple[int, ...]  # slots with rows, for backends that loop on the host
+    map: RowMap
+    rows: int  # live rows
+    padded: int  # rows of the bucket, or the live rows
+
+
+class Scratch(Protocol):
+    """A flat scratch tensor of at least that many elements, by name; `Step.scratch`."""
+
+    def __call__(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor: ...
+
+
+class PackageTables(Protocol):
+    """What the generated `step.py` gives the runtime."""
+
+    LAYOUT: Layout
+    VARIANTS: dict[str, tuple[int, int]]  # name -> (adapters, rank), narrow to wide
+    SEGMENTS: dict[str, Segments]
+    GRIDS: dict[str, dict[str, dict[int, Grid]]]  # backend -> phase -> bucket -> grid
+    MAX_ROWS: int
+    MAX_REQUESTS: int
+    ROUTE: Kernel
+
+    @staticmethod
+    def admit(backend: str, phase: str, rows: int, requests: int, adapters: int, rank: int) -> Admission: ...
+
+
+class Step:
+    """The metadata of one stream of steps. Device tensors are allocated here, once, and refreshed in place."""
+
+    def __init__(self, tables: PackageTables, slots, backend_name: str, backend):
+        """`backend` is the generated module of that name; `slots` the package's Slots."""
+        self.tables, self.slots, self.backend_name, self.backend = tables, slots, backend_name, backend
+        self.layout: Layout = tables.LAYOUT
+        self.segments = tables.SEGMENTS[backend_name]
+        self.device = slots.device
+        self.metadata = self._metadata(tables.MAX_ROWS, tables.MAX_REQUESTS)
+        self.ticket: Ticket | None = None
+        self.batch: Batch | None = None
+        self.logits: Batch | None = None
+        self._overflow: Metadata | None = None
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+        self._serials = itertools.count(1)
+        self._in_use: tuple[int, ...] = ()
+
+    def prepare(self, rows: list, *, rows_per_request: int = 1) -> Ticket:
+        """Describe a decode batch: one adapter name, or None, per request, each with `rows_per_request` rows in turn.
+
+        One asynchronous copy and at most one kernel launch; the host never waits for the device. Raises SlotError for an
+        adapter that is in no slot.
+        """
+        if rows_per_request == 1:
+            starts = list(range(len(rows) + 1))
+        else:
+            starts = list(range(0, len(rows) * rows_per_request + 1, rows_per_request))
+        return self._prepare("decode", rows, starts, None, rows_per_request)
+
+    def prepare_prefill(self, requests: list[tuple[str | None, int]], logits: list[int] | None = None) -> Ticket:
+        """Describe a prefill batch: (adapter name or None, tokens) per request, in the order of the rows.
+
+        `logits` counts the rows of each request that reach lm_head, one each unless stated.
+        """
+        return self._prepare_requests("prefill", requests, logits)
+
+    def prepare_mixed(self, requests: list[tuple[str | None, int]], logits: list[int] | None = None) -> Ticket:
+        """Describe a batch of prefill and decode requests together; it always runs eagerly."""
+        return self._prepare_requests("mixed", requests, logits)
+
+    def enter(self, module: str, layer: int) -> tuple[Batch, tuple[torch.Tensor, ...]]:
+        """The current batch and the slot tensors (a, b, rank, scale) of one instance of a module.
+
+        Raises TicketError where no batch was prepared, or a slot of it has changed since.
+        """
+        if self.batch is None:
+            raise TicketError("no batch was prepared: call step.prepare(...) before the forward pass")
+        if self.ticket is not None:
+            self.check(self.ticket)
+        batch = self.logits if module == "lm_head" else self.batch
+        return batch, self.slots.instance(module, layer)
+
+    def check(self, ticket: Ticket) -> None:
+        """Raise TicketError unless `ticket` is the latest and its slots hold what they held when it was prepared."""
+        if ticket is not self.ticket:
+            latest = self.ticket.serial if self.ticket else "none"
+            raise TicketError(f"ticket {ticket.serial} is not the latest ({latest}): prepare the batch again")
+        generations = self.slots.slot_generation
+        for slot, generation in zip(ticket.slots, ticket.generations, strict=True):
+            if generations[slot] != generation:
+                raise TicketError(f"slot {slot} changed after ticket {ticket.serial} was prepared: prepare the batch again")
+
+    def scratch(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+        """A flat scratch tensor of at least `elements`. It grows outside captures only; outgrown ones live on for graphs.
+
+        Raises CaptureError when it would have to grow during a capture.
+        """
+        held = self._scratch.get(name)
+        if held is not None and held.numel() >= elements and held.dtype == dtype:
+            return held
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"scratch {name!r} would grow to {elements} elements during a capture: warm up first")
+        if held is not None:
+            self._outgrown.append(held)
+        make = torch.zeros if zero else torch.empty
+        self._scratch[name] = make(elements, dtype=dtype, device=self.device)
+        return self._scratch[name]
+
+    def describe(self, phase: str, bucket: int, variant: str) -> None:
+        """Make the current batch the fullest one of a graph key, for warm-up and capture: every row, adapter and request.
+
+        Slots are named by number, so nothing need be loaded; the ticket is withdrawn.
+        """
+        grid = self.tables.GRIDS[self.backend_name][phase][bucket]
+        adapters, rank = self.tables.VARIANTS[variant]
+        count = min(adapters, bucket)
+        requests = bucket if phase == "decode" else min(grid.requests, max(1, adapters), bucket)
+        slots = [i % count if count else -1 for i in range(requests)]
+        starts = [i * bucket // requests for i in range(requests + 1)]
+        self.ticket = None
+        tokens = (slots, starts, bucket, grid.chunk or UNCUT)
+        self._route(phase, self.metadata, [tokens, tokens])
+        every = tuple(range(self.layout.slots)) if count else ()
+        self.batch = Batch(phase, grid, count, rank, every, self.metadata.maps[0], bucket, bucket)
+        self.logits = self.batch
+
+    def _prepare_requests(self, phase: str, requests: list[tuple[str | None, int]], logits: list[int] | None) -> Ticket:
+        names = [name for name, _ in requests]
+        starts = [0, *itertools.accumulate(tokens for _, tokens in requests)]
+        if any(tokens < 1 for _, tokens in requests):
+            raise ShapeError("every request needs at least one token: leave finished requests out")
+        counts = [1] * len(requests) if logits is None else logits
+        if len(counts) != len(requests) or min(counts, default=0) < 0:
+            raise ShapeError(f"logits lists {len(counts)} counts for {len(requests)} requests")
+        return self._prepare(phase, names, starts, [0, *itertools.accumulate(counts)], 1)
+
+    def _prepare(
+        self, phase: str, names: list, starts: list[int], logit_starts: list[int] | None, rows_per_request: int
+    ) -> Ticket:
+        if not names:
+            raise ShapeError("a batch needs at least one request")
+        distinct = set(names)
+        distinct.discard(None)
+        lookup = {name: self.slots.slot_of(name) for name in distinct}
+        lookup[None] = -1
+        slots = [lookup[name] for name in names]
+        held = tuple(sorted(lookup[name] for name in distinct))
+        rank = max((self.slots.slot_rank(slot) for slot in held), default=0)
+        rows, requests = starts[-1], len(names)
+        admission = self.tables.admit(self.backend_name, phase, rows, requests, len(held), rank)
+        self._install(phase, slots, starts, logit_starts, admission, held)
+        generations = tuple(self.slots.slot_generation[slot] for slot in held)
+        self.ticket = Ticket(
+            next(self._serials), phase, rows, requests, len(held), rank, admission.variant, admission.bucket,
+            admission.reason, held, generations, rows_per_request,
+        )  # fmt: skip
+        self.slots.release(self._in_use)
+        self.slots.use(held)
+        self._in_use = held
+        return self.ticket
+
+    def _install(self, phase: str, slots, starts, logit_starts, admission: Admission, held: tuple[int, ...]) -> None:
+        """Send the batch to the device and keep what launches need on the host."""
+        rows, requests = starts[-1], len(slots)
+        metadata = self._room(max(rows, admission.bucket), requests)
+        grid = self._grid(phase, rows, requests, len(held), admission.bucket)
+        maps = [(slots, starts, rows, grid.chunk or UNCUT)]
+        adapters, rank = self.tables.VARIANTS[admission.variant]
+        adapters = min(adapters, len(held)) if not admission.bucket else min(adapters, admission.bucket)
+        padded = admission.bucket or rows
+        self.batch = Batch(phase, grid, adapters, rank, held, metadata.maps[0], rows, padded)
+        self.logits = self.batch
+        if logit_starts is not None:
+            count = logit_starts[-1]
+            eager = self._grid("prefill", max(1, count), requests, len(held), 0)
+            maps.append((slots, logit_starts, count, eager.chunk or UNCUT))
+            # lm_head runs eagerly after a prefill graph, so it pays for the adapters it has
+            self.logits = Batch(phase, eager, len(held), rank, held, metadata.maps[1], count, count)
+        self._route(phase, metadata, maps)
+
+    def _grid(self, phase: str, rows: int, requests: int, adapters: int, bucket: int) -> Grid:
+        if bucket:
+            return self.tables.GRIDS[self.backend_name][phase][bucket]
+        if phase == "decode":
+            return decode_grid(self.segments, rows, adapters or 1)
+        return prefill_grid(self.segments, rows, adapters or 1, requests)
+
+    def _route(self, phase: str, metadata: Metadata, maps: list) -> None:
+        metadata.write(maps)
+        # a decode batch has one request per row: by request, its rows are merged by adapter instead
+        by_request = self.segments.by == "request" and phase != "decode"
+        if self.device.type == "cuda" or interpreted():
+            routing.launch(self.tables.ROUTE, metadata, by_request)
+        else:
+            routing.on_host(metadata, maps, by_request)
+
+    def _room(self, rows: int, requests: int) -> Metadata:
+        """The static metadata, or for a batch past its size (always eager) one that grows."""
+        if rows <= self.metadata.rows and requests <= self.metadata.requests:
+            return self.metadata
+        held = self._overflow
+        if held is None or rows > held.rows or requests > held.requests:
+            self._overflow = self._metadata(max(rows, held.rows if held else 0), max(requests, held.requests if held else 0))
+        return self._overflow
+
+    def _metadata(self, rows: int, requests: int) -> Metadata:
+        entries = segment_slots(self.segments, rows, self.layout.slots, requests)
+        return Metadata(rows, requests, entries, self.layout.slots, self.device)

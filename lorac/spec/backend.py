@@ -1,0 +1,104 @@
+"""What a backend folder declares in its `backend.yaml`: parameters, kernels with their tiles, and what it supports."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+Identifier = Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,60}$")]
+TemplatePath = Annotated[StrictStr, Field(pattern=r"^[a-z0-9_]+(/[a-z0-9_]+)*\.py\.jinja$")]
+
+
+class _Declared(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Parameter(_Declared):
+    """One parameter of a backend block. Values are whole numbers, floats, switches or one of a set: never free text."""
+
+    type: Literal["int", "float", "bool", "choice", "segments"] = Field(description="what the parameter holds")
+    default: StrictBool | StrictInt | StrictFloat | Identifier | dict = Field(
+        description="used where the spec is silent"
+    )
+    minimum: StrictInt | StrictFloat | None = Field(None, description="least value, for numbers")
+    maximum: StrictInt | StrictFloat | None = Field(None, description="greatest value, for numbers")
+    choices: tuple[Identifier, ...] = Field((), description="legal values of a choice")
+    help: StrictStr = Field(description="one sentence for the person who edits a spec")
+
+
+class Tile(_Declared):
+    """A launch configuration and the bounds within which it serves; the first whose bounds hold is taken."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    rows: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many rows")
+    rank: StrictInt | None = Field(None, ge=1, description="serves adapters of up to this rank")
+    in_features: StrictInt | None = Field(None, ge=1, description="serves modules of up to this many input features")
+    out_features: StrictInt | None = Field(None, ge=1, description="serves modules of up to this many output features")
+    module: Identifier | None = Field(None, description="serves this module alone")
+    warps: Literal[1, 2, 4, 8, 16] = Field(4, description="warps of a program")
+    stages: StrictInt = Field(2, ge=1, le=8, description="depth of software pipelining")
+    pdl: StrictBool = Field(False, description="launch by programmatic dependent launch where the target has it")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The block sizes and splits: every key that is not a bound or a launch option."""
+        return dict(self.model_extra or {})
+
+
+class Scratch(_Declared):
+    """A scratch buffer: the product of named dimensions: rows, columns (slices x rank), out, slots, or a block size."""
+
+    dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")
+    shape: tuple[Identifier, ...] = Field(min_length=1, description="dimensions, by name")
+
+
+class Kernel(_Declared):
+    """One kernel of a backend, rendered once per module it serves."""
+
+    template: TemplatePath = Field(description="template of the kernel, in the backend's folder or in shared/")
+    kinds: tuple[Literal["linear", "lm_head", "embedding", "experts"], ...] = Field(
+        ("linear", "lm_head"), description="kinds of module it serves"
+    )
+    arguments: dict[Identifier, StrictStr] = Field(
+        description="arguments in order: name to type, *dtype for the spec's"
+    )
+    constants: tuple[Identifier, ...] = Field(description="constexpr arguments in order; RANK is the variant's bound")
+    when_split: tuple[Identifier, ...] = Field((), description="arguments only a kernel that splits K takes")
+    dims: dict[Identifier, Literal["rows", "rank", "in", "out"]] = Field(
+        default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
+    )
+    operands: tuple[tuple[Identifier, Identifier], ...] = Field(
+        (), description="tiles held in shared memory, as pairs of block sizes, for the estimate of its size"
+    )
+    scratch: dict[Identifier, Scratch] = Field(
+        default_factory=dict, description="device memory it needs between launches"
+    )
+    tiles: tuple[Tile, ...] = Field(min_length=1, description="launch configurations; the last serves everything")
+
+
+class Declaration(_Declared):
+    """A backend folder's `backend.yaml`."""
+
+    summary: StrictStr = Field(description="one line: what the backend does")
+    phases: tuple[Literal["decode", "prefill"], ...] = ("decode", "prefill")
+    decode_graphs: StrictBool = Field(True, description="its decode step can be captured")
+    prefill_graphs: tuple[Literal["breakable", "full", "tc_piecewise"], ...] = Field(
+        (), description="prefill graph modes it supports"
+    )
+    no_prefill_graphs: StrictStr = Field("", description="why it has no prefill graphs, when it has none")
+    experts: StrictBool = Field(False, description="serves modules of experts")
+    dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...] = ("float32", "float16", "bfloat16")
+    architectures: tuple[StrictStr, ...] = Field((), description="targets it compiles for; empty: any")
+    max_rank: StrictInt = Field(512, ge=1, description="largest rank its kernels take")
+    owns_base: StrictBool = Field(False, description="it computes the base GEMM itself in `linear`")
+    parameters: dict[Identifier, Parameter] = Field(default_factory=dict)
+    kernels: dict[Identifier, Kernel] = Field(default_factory=dict)
+    operators: dict[StrictStr, StrictStr] = Field(
+        default_factory=dict, description="signatures of operators that live outside lorac, as torch schemas"
+    )
+
+
+def declaration_path(folder: Path) -> Path:
+    """Where a backend folder keeps its declaration."""
+    return folder / "backend.yaml"

@@ -1,0 +1,70 @@
+"""Backend folders: found by kind in the spec's own search path and in lorac's, their declarations read."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from lorac.errors import Problem, SpecError
+from lorac.resources import templates_folder
+
+from .backend import Declaration
+from .load import SpecFile
+from .source import read_source
+from .wording import problems_of
+
+
+@dataclass(frozen=True)
+class BackendFolder:
+    """A backend's template folder, with its declaration read."""
+
+    path: Path
+    declaration: Declaration
+
+
+def find_folders(file: SpecFile) -> dict[str, BackendFolder]:
+    """The folder of every backend block. Raises SpecError for kinds there is no folder for, or declarations at fault."""
+    folders, problems = {}, []
+    for block, backend in file.spec.backends.items():
+        kind = backend.kind or block
+        try:
+            path = _locate(file.folder, backend.templates, kind, block)
+            folders[block] = BackendFolder(path, read_declaration(path))
+        except SpecError as error:
+            problems += [problem if problem.file else file.source.place(problem) for problem in error.problems]
+    if problems:
+        raise SpecError(problems)
+    return folders
+
+
+def read_declaration(folder: Path) -> Declaration:
+    """A folder's `backend.yaml`. Raises SpecError with its problems placed in that file."""
+    source = read_source(folder / "backend.yaml")
+    try:
+        declaration = Declaration.model_validate(source.data)
+    except ValidationError as error:
+        found = problems_of(error, Declaration)
+        raise SpecError([*source.problems, *(source.place(problem, at_key) for problem, at_key in found)]) from None
+    if source.problems:
+        raise SpecError(list(source.problems))
+    return declaration
+
+
+def _locate(base: Path, templates: str | None, kind: str, block: str) -> Path:
+    """The folder of a kind: below the block's `templates`, which must lie inside the spec's folder, else lorac's own."""
+    own = templates_folder() / "backends"
+    roots = [own]
+    if templates is not None:
+        root = (base / templates).resolve()
+        if not root.is_relative_to(base.resolve()):
+            path = ("backends", block, "templates")
+            raise SpecError([Problem(f"{templates!r} leaves the spec's folder", path, "a folder beside or below the spec")])
+        roots.insert(0, root)
+    for root in roots:
+        if (root / kind / "backend.yaml").is_file():
+            return root / kind
+    known = sorted(path.parent.name for root in roots for path in root.glob("*/backend.yaml"))
+    near = difflib.get_close_matches(kind, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "a new backend is a folder with a backend.yaml, named by `templates:`"
+    raise SpecError([Problem(f"there is no backend {kind!r}", ("backends", block), ", ".join(known), hint)])
