@@ -13,26 +13,40 @@ from lorac.spec.folders import find_folders
 
 @dataclass(frozen=True)
 class Compiled:
-    """A spec's plan and the files of its package, the manifest last."""
+    """A spec's plan, the files of its package (the manifest last), and what the spec itself refers to."""
 
     plan: Plan
     files: dict[str, str]
+    inputs: tuple[Path, ...]
 
 
-def plan_spec(path: str | Path) -> tuple[Plan, dict[str, Path]]:
-    """The plan of a spec file and each backend block's template folder. Raises SpecError with every problem placed."""
+@dataclass(frozen=True)
+class Planned:
+    """A spec's plan, each backend block's template folder, and the files and folders the spec itself refers to."""
+
+    plan: Plan
+    folders: dict[str, Path]
+    inputs: tuple[Path, ...]
+
+
+def plan_spec(path: str | Path) -> Planned:
+    """The plan of a spec file. Raises SpecError with every problem placed."""
     file = load_spec(path)
     folders = find_folders(file)
     try:
         plan = make_plan(file.spec, file.shapes, {name: f.declaration for name, f in folders.items()}, {})
     except SpecError as error:
         raise SpecError(place(error.problems, file.source)) from None
-    return plan, {name: folder.path for name, folder in folders.items()}
+    named = [file.spec.model.config, *(backend.templates for backend in file.spec.backends.values())]
+    inputs = tuple(file.folder / name for name in dict.fromkeys(named) if name)
+    return Planned(plan, {name: folder.path for name, folder in folders.items()}, inputs)
 
 
 def compile_spec(path: str | Path) -> Compiled:
-    """Plan and files of a spec file. Raises SpecError for mistakes in the spec, BuildError for mistakes in templates."""
+    """Plan and files of a spec file. Raises SpecError for mistakes in the spec, BuildError for those in templates."""
     from lorac.render.package import render  # Jinja is needed by builds alone
 
-    plan, folders = plan_spec(path)
-    return Compiled(plan, render(plan, folders, fingerprint(path)))
+    planned = plan_spec(path)
+    plan, folders = planned.plan, planned.folders
+    digest = fingerprint(plan.canonical(), folders.values())
+    return Compiled(plan, render(plan, folders, digest), planned.inputs)

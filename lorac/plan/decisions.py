@@ -46,7 +46,9 @@ def backend_notes(
     for target in targets:
         if declaration.architectures and target not in declaration.architectures:
             notes.append(
-                Decision(f"{block}: {target}", "not compiled", f"the backend supports {', '.join(declaration.architectures)}")
+                Decision(
+                    f"{block}: {target}", "not compiled", f"the backend supports {', '.join(declaration.architectures)}"
+                )
             )
     if decode and not declaration.decode_graphs:
         notes.append(Decision(f"{block}: decode graphs", "off", "the backend's decode step cannot be captured"))

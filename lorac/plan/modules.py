@@ -12,9 +12,13 @@ def plan_modules(
     modules, problems = [], []
     for index, target in enumerate(targets):
         try:
-            modules += _expert_modules(shapes, ep, shared_outer) if target == "experts" else [_module(shapes, target, tp)]
+            modules += (
+                _expert_modules(shapes, ep, shared_outer) if target == "experts" else [_module(shapes, target, tp)]
+            )
         except ValueError as error:
-            problems.append(Problem(str(error), ("adapters", "targets", index), hint="lower parallel.tp or parallel.ep"))
+            problems.append(
+                Problem(str(error), ("adapters", "targets", index), hint="lower parallel.tp or parallel.ep")
+            )
     return tuple(modules), problems
 
 
@@ -25,7 +29,9 @@ def _module(shapes: Shapes, target: str, tp: int) -> ModulePlan:
         return _plain("lm_head", "lm_head", "lm_head", shapes.hidden, shapes.hidden, (part,), (), "column")
     if target == "embed_tokens":
         part = SlicePlan("embed_tokens", "embed_tokens", 0, shapes.hidden, shapes.hidden, 0)
-        return _plain("embed_tokens", "embedding", "embed_tokens", shapes.vocab, shapes.vocab, (part,), (), "replicated")
+        return _plain(
+            "embed_tokens", "embedding", "embed_tokens", shapes.vocab, shapes.vocab, (part,), (), "replicated"
+        )
     names = dict(shapes.fused).get(target, (target,))
     linears = [shapes.linear(name) for name in names]
     first = linears[0]
@@ -36,13 +42,15 @@ def _module(shapes: Shapes, target: str, tp: int) -> ModulePlan:
         start += width
     in_features = _even(first.in_features, tp, 0, f"{target}'s input") if first.sharding == "row" else first.in_features
     path = first.path.rpartition(".")[0] + "." + target if len(linears) > 1 else first.path
-    return _plain(
-        target, "linear", path, in_features, first.in_features, tuple(slices), first.layers, first.sharding
-    )
+    return _plain(target, "linear", path, in_features, first.in_features, tuple(slices), first.layers, first.sharding)
 
 
 def _width(linear: Linear, tp: int) -> int:
-    return _even(linear.out_features, tp, linear.units, linear.name) if linear.sharding == "column" else linear.out_features
+    return (
+        _even(linear.out_features, tp, linear.units, linear.name)
+        if linear.sharding == "column"
+        else linear.out_features
+    )
 
 
 def _even(size: int, tp: int, units: int, what: str) -> int:

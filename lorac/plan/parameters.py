@@ -35,10 +35,12 @@ def parse_segments(value: object, path: tuple[str | int, ...]) -> tuple[Segments
     by = value.get("by") if isinstance(value, dict) else None
     if by not in fields:
         return NO_SEGMENTS, [
-            Problem("segments does not say how rows are grouped", path, expected="{by: request, ...} or {by: chunk, ...}")
+            Problem(
+                "segments does not say how rows are grouped", path, expected="{by: request, ...} or {by: chunk, ...}"
+            )
         ]
     problems = [
-        Problem(f"segments by {by} has no {key!r}", (*path, key), expected=", ".join(["by", *fields[by]]))
+        Problem(f"segments by {by} has no {key!r}", (*path, key), expected=", ".join(["by", *fields[by]]), at_key=True)
         for key in value
         if key not in ("by", *fields[by])
     ]
@@ -46,7 +48,9 @@ def parse_segments(value: object, path: tuple[str | int, ...]) -> tuple[Segments
     for key in ("cap", "floor"):
         if key in known and not _whole(known[key], 1, 65535):
             problems.append(
-                Problem(f"a segment {key} of {known[key]!r} is not possible", (*path, key), "a whole number from 1 to 65535")
+                Problem(
+                    f"a segment {key} of {known[key]!r} is not possible", (*path, key), "a whole number from 1 to 65535"
+                )
             )
     table = known.get("chunk", {})
     table = table if isinstance(table, dict) else {1: table}
@@ -59,13 +63,17 @@ def parse_segments(value: object, path: tuple[str | int, ...]) -> tuple[Segments
 def _chunk_problems(table: dict, path: tuple[str | int, ...]) -> list[Problem]:
     problems = []
     if 1 not in table:
-        problems.append(Problem("the chunk table does not start at 1 row", path, "{1: 16, 64: 32, ...}: from rows to chunk"))
+        problems.append(
+            Problem("the chunk table does not start at 1 row", path, "{1: 16, 64: 32, ...}: from rows to chunk")
+        )
     for rows, chunk in table.items():
         if not _whole(rows, 1, 2**31 - 1):
             problems.append(Problem(f"{rows!r} is no number of rows", (*path, rows), "a whole number from 1"))
         if not _whole(chunk, 16, 256) or chunk & (chunk - 1):
             # a chunk is the rows of one tile: tl.dot wants a power of two, and below 16 rows it pads to 16 anyway
-            problems.append(Problem(f"a chunk of {chunk!r} rows is not possible", (*path, rows), "16, 32, 64, 128 or 256"))
+            problems.append(
+                Problem(f"a chunk of {chunk!r} rows is not possible", (*path, rows), "16, 32, 64, 128 or 256")
+            )
     return problems
 
 
@@ -96,6 +104,7 @@ def _unknown(block: str, key: str, declaration: Declaration) -> Problem:
         ("backends", block, key),
         expected=", ".join(sorted(declaration.parameters)) or "no parameters",
         hint=f"did you mean {near[0]!r}?" if near else "",
+        at_key=True,
     )
 
 

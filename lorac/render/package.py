@@ -44,7 +44,9 @@ def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, 
         path = "__init__.py" if name == "init" else f"{name}.py"
         template = f"package/{name}.py.jinja"
         files[path] = _tidy(render_template(env, template, values | {"header": _header(plan, template)}))
-    files["backends/__init__.py"] = _header(plan, "backends/") + '\n"""The backends of this package, one module each."""\n'
+    files["backends/__init__.py"] = (
+        _header(plan, "backends/") + '\n"""The backends of this package, one module each."""\n'
+    )
     for backend in plan.backends:
         files[f"backends/{backend.name}.py"] = _backend(plan, backend, folders[backend.name], package)
     for path, text in files.items():
@@ -76,10 +78,14 @@ def _check_parameters(env, template: str, backend: BackendPlan) -> None:
         read |= uses_attribute(env, kernel, "parameters")
         unknown = sorted(used_names(env, kernel) - KERNEL_NAMES)
         if unknown:
-            raise BuildError(f"template {kernel} uses {', '.join(unknown)}; a kernel is given {', '.join(sorted(KERNEL_NAMES))}")
+            raise BuildError(
+                f"template {kernel} uses {', '.join(unknown)}; a kernel is given {', '.join(sorted(KERNEL_NAMES))}"
+            )
     unread = sorted(name for name, _ in backend.parameters if name not in read)
     if unread:
-        raise BuildError(f"backend {backend.name!r} declares parameters that no template of it reads: {', '.join(unread)}")
+        raise BuildError(
+            f"backend {backend.name!r} declares parameters that no template of it reads: {', '.join(unread)}"
+        )
 
 
 def _package(plan: Plan) -> dict:
@@ -161,7 +167,9 @@ def _check_python(path: str, text: str) -> None:
     try:
         compile(text, path, "exec")
     except SyntaxError as error:
-        raise BuildError(f"{path}:{error.lineno}: the templates rendered invalid Python: {error.msg}: {error.text}") from error
+        raise BuildError(
+            f"{path}:{error.lineno}: the templates rendered invalid Python: {error.msg}: {error.text}"
+        ) from error
 
 
 def _manifest(plan: Plan, files: dict[str, str], fingerprint: str) -> str:

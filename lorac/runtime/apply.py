@@ -65,7 +65,9 @@ def _rows(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tens
 def _sized(rows: torch.Tensor, spec: Module, batch: Batch) -> torch.Tensor:
     if rows.shape[0] not in (batch.rows, batch.padded):
         padded = f" or {batch.padded} padded" if batch.padded != batch.rows else ""
-        raise ShapeError(f"{spec.name}: x has {rows.shape[0]} rows, but the batch was prepared for {batch.rows}{padded}")
+        raise ShapeError(
+            f"{spec.name}: x has {rows.shape[0]} rows, but the batch was prepared for {batch.rows}{padded}"
+        )
     return rows
 
 

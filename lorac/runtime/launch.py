@@ -9,7 +9,13 @@ import triton
 
 from lorac.runtime.errors import CaptureError, PackageError
 
-_ELEMENT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64}
+_ELEMENT = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
 _SCALAR = {"i32": 7, "i64": 7}  # any value: integers are never specialised on
 
 
@@ -45,7 +51,9 @@ class Kernel:
         self.name = function.fn.__name__
         self.sealed = False
         if list(function.arg_names) != [*arguments, *constants]:
-            raise PackageError(f"kernel {self.name} takes {function.arg_names}, but is passed {[*arguments, *constants]}")
+            raise PackageError(
+                f"kernel {self.name} takes {function.arg_names}, but is passed {[*arguments, *constants]}"
+            )
         self.launches = tuple(Launch(*row[:5], dict(zip(constants, row[5:], strict=True))) for row in launches)
         self._compiled: dict[tuple[int, int], object] = {}
 
@@ -78,7 +86,9 @@ class Kernel:
         """
         device = torch.cuda.current_device()
         if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(f"{self.name} would be compiled inside a capture: run the batch once before capturing it")
+            raise CaptureError(
+                f"{self.name} would be compiled inside a capture: run the batch once before capturing it"
+            )
         if self.sealed:
             raise PackageError(f"{self.name} would be compiled after the package was sealed: call warm() before seal()")
         values = [_ELEMENT[of[1:]] if of.startswith("*") else _SCALAR[of] for of in self.arguments.values()]

@@ -8,7 +8,7 @@ import torch
 from lorac.runtime.launch import Kernel
 from lorac.runtime.metadata import MAPS, Metadata
 
-ROUTE_ROWS = 256  # rows of one program of `route`
+ROUTE_ROWS = 64  # rows of one program of `route`
 
 
 def launch(route: Kernel, metadata: Metadata, by_request: bool) -> None:
@@ -66,5 +66,3 @@ def _fill(tensor: torch.Tensor, values: list[int], rest: int = -1) -> None:
     tensor.fill_(rest)
     if values:
         tensor[: len(values)] = torch.tensor(values, dtype=torch.int32)
-
-

@@ -1,13 +1,17 @@
 """One step of a model: which rows belong to which adapter, told to the device once, and a ticket for what may be replayed."""
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from lorac.runtime import routing
-from lorac.runtime.errors import CaptureError, ShapeError, TicketError
+from lorac.runtime.agree import Agreement, Question
+from lorac.runtime.capture import Engine, capturing, engine_for
+from lorac.runtime.errors import CaptureError, PackageError, ShapeError, TicketError
 from lorac.runtime.launch import Kernel, interpreted
 from lorac.runtime.layout import Layout
 from lorac.runtime.metadata import UNCUT, Metadata, RowMap
@@ -21,6 +25,7 @@ class Admission:
     bucket: int
     variant: str
     reason: str
+    cause: str = ""  # the reason without its numbers, for counting
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Ticket:
     slots: tuple[int, ...]
     generations: tuple[int, ...]  # of those slots
     rows_per_request: int  # of a decode batch; above 1 in a verify step
+    cause: str = ""  # the reason without its numbers, for counting
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class PackageTables(Protocol):
     GRIDS: dict[str, dict[str, dict[int, Grid]]]  # backend -> phase -> bucket -> grid
     MAX_ROWS: int
     MAX_REQUESTS: int
+    STREAMS: int  # concurrent streams of steps, each with its own Step
+    AGREE: bool  # whether ranks settle on one answer each step
     ROUTE: Kernel
 
     @staticmethod
@@ -79,9 +87,17 @@ class PackageTables(Protocol):
 class Step:
     """The metadata of one stream of steps. Device tensors are allocated here, once, and refreshed in place."""
 
-    def __init__(self, tables: PackageTables, slots, backend_name: str, backend):
-        """`backend` is the generated module of that name; `slots` the package's Slots."""
+    def __init__(self, tables: PackageTables, slots, backend_name: str, backend, *, stream: int = 0, group=None):
+        """`backend` is the generated module of that name; `slots` the package's Slots.
+
+        `stream` numbers the streams of steps that run at once, from 0; each needs a Step of its own. `group` is the
+        process group of the ranks that must agree, all of them unless stated.
+        """
+        if not 0 <= stream < tables.STREAMS:
+            raise PackageError(f"package {tables.LAYOUT.name} is built for {tables.STREAMS} streams; there is no stream {stream}")
         self.tables, self.slots, self.backend_name, self.backend = tables, slots, backend_name, backend
+        self.stream = stream
+        self.agreement = Agreement(group) if tables.AGREE else None
         self.layout: Layout = tables.LAYOUT
         self.segments = tables.SEGMENTS[backend_name]
         self.device = slots.device
@@ -94,6 +110,7 @@ class Step:
         self._outgrown: list[torch.Tensor] = []
         self._serials = itertools.count(1)
         self._in_use: tuple[int, ...] = ()
+        self._engine: Engine | None = None
 
     def prepare(self, rows: list, *, rows_per_request: int = 1) -> Ticket:
         """Describe a decode batch: one adapter name, or None, per request, each with `rows_per_request` rows in turn.
@@ -118,6 +135,11 @@ class Step:
         """Describe a batch of prefill and decode requests together; it always runs eagerly."""
         return self._prepare_requests("mixed", requests, logits)
 
+    def prepare_slots(self, phase: str, slots: list[int], rows: list[int], logits: list[int] | None = None) -> Ticket:
+        """As the other `prepare` methods, with requests named by slot number (-1: base) and their rows."""
+        starts = [0, *itertools.accumulate(rows)]
+        return self._admit(phase, slots, starts, logits and [0, *itertools.accumulate(logits)], 1)
+
     def enter(self, module: str, layer: int) -> tuple[Batch, tuple[torch.Tensor, ...]]:
         """The current batch and the slot tensors (a, b, rank, scale) of one instance of a module.
 
@@ -128,6 +150,8 @@ class Step:
         if self.ticket is not None:
             self.check(self.ticket)
         batch = self.logits if module == "lm_head" else self.batch
+        if batch is None:
+            raise CaptureError("lm_head does not belong in a prefill graph: call it on the rows the graph returned")
         return batch, self.slots.instance(module, layer)
 
     def check(self, ticket: Ticket) -> None:
@@ -138,7 +162,9 @@ class Step:
         generations = self.slots.slot_generation
         for slot, generation in zip(ticket.slots, ticket.generations, strict=True):
             if generations[slot] != generation:
-                raise TicketError(f"slot {slot} changed after ticket {ticket.serial} was prepared: prepare the batch again")
+                raise TicketError(
+                    f"slot {slot} changed after ticket {ticket.serial} was prepared: prepare the batch again"
+                )
 
     def scratch(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
         """A flat scratch tensor of at least `elements`. It grows outside captures only; outgrown ones live on for graphs.
@@ -148,7 +174,7 @@ class Step:
         held = self._scratch.get(name)
         if held is not None and held.numel() >= elements and held.dtype == dtype:
             return held
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing():
             raise CaptureError(f"scratch {name!r} would grow to {elements} elements during a capture: warm up first")
         if held is not None:
             self._outgrown.append(held)
@@ -156,23 +182,44 @@ class Step:
         self._scratch[name] = make(elements, dtype=dtype, device=self.device)
         return self._scratch[name]
 
-    def describe(self, phase: str, bucket: int, variant: str) -> None:
-        """Make the current batch the fullest one of a graph key, for warm-up and capture: every row, adapter and request.
+    def scratch_tensors(self) -> list[torch.Tensor]:
+        """The scratch tensors in use."""
+        return list(self._scratch.values())
 
-        Slots are named by number, so nothing need be loaded; the ticket is withdrawn.
+    def describe(self, phase: str, bucket: int, variant: str, rows_per_request: int = 1) -> Batch:
+        """The fullest batch of a graph key, for warm-up and capture: every row, adapter and request. See `using`.
+
+        Slots are named by number, so nothing need be loaded; the device tensors are overwritten, the ticket is withdrawn.
         """
         grid = self.tables.GRIDS[self.backend_name][phase][bucket]
         adapters, rank = self.tables.VARIANTS[variant]
-        count = min(adapters, bucket)
-        requests = bucket if phase == "decode" else min(grid.requests, max(1, adapters), bucket)
+        requests = bucket // rows_per_request if phase == "decode" else grid.requests
+        count = min(adapters, requests)
         slots = [i % count if count else -1 for i in range(requests)]
         starts = [i * bucket // requests for i in range(requests + 1)]
-        self.ticket = None
+        self.ticket, self.batch, self.logits = None, None, None
         tokens = (slots, starts, bucket, grid.chunk or UNCUT)
         self._route(phase, self.metadata, [tokens, tokens])
         every = tuple(range(self.layout.slots)) if count else ()
-        self.batch = Batch(phase, grid, count, rank, every, self.metadata.maps[0], bucket, bucket)
-        self.logits = self.batch
+        return Batch(phase, grid, count, rank, every, self.metadata.maps[0], bucket, bucket)
+
+    @contextmanager
+    def using(self, batch: Batch) -> Iterator[None]:
+        """Launch for a batch as a graph fixes it, whatever was prepared since."""
+        before = self.ticket, self.batch, self.logits
+        # logits have another row map after a prefill graph, with a number of rows no graph could fix
+        self.ticket, self.batch, self.logits = None, batch, batch if batch.phase == "decode" else None
+        try:
+            yield
+        finally:
+            self.ticket, self.batch, self.logits = before
+
+    @property
+    def engine(self) -> Engine:
+        """What captures the graphs of this stream of steps: all of them share its memory pool."""
+        if self._engine is None:
+            self._engine = engine_for(self.device)
+        return self._engine
 
     def _prepare_requests(self, phase: str, requests: list[tuple[str | None, int]], logits: list[int] | None) -> Ticket:
         names = [name for name, _ in requests]
@@ -187,27 +234,43 @@ class Step:
     def _prepare(
         self, phase: str, names: list, starts: list[int], logit_starts: list[int] | None, rows_per_request: int
     ) -> Ticket:
-        if not names:
+        if not names and self.agreement is None:
             raise ShapeError("a batch needs at least one request")
-        distinct = set(names)
-        distinct.discard(None)
-        lookup = {name: self.slots.slot_of(name) for name in distinct}
+        try:
+            lookup = {name: self.slots.slot_of(name) for name in set(names) if name is not None}
+        except Exception:
+            if self.agreement is not None:
+                self.agreement.withdraw()  # the other ranks wait for this one's answer
+            raise
         lookup[None] = -1
-        slots = [lookup[name] for name in names]
-        held = tuple(sorted(lookup[name] for name in distinct))
+        return self._admit(phase, [lookup[name] for name in names], starts, logit_starts, rows_per_request)
+
+    def _admit(
+        self, phase: str, slots: list[int], starts: list[int], logit_starts: list[int] | None, rows_per_request: int
+    ) -> Ticket:
+        held = tuple(sorted(set(slots) - {-1}))
         rank = max((self.slots.slot_rank(slot) for slot in held), default=0)
-        rows, requests = starts[-1], len(names)
-        admission = self.tables.admit(self.backend_name, phase, rows, requests, len(held), rank)
+        rows, requests = starts[-1], len(slots)
+        question = Question(phase, rows, requests, len(held), rank, rows_per_request)
+        if self.agreement is not None:
+            question = self.agreement.settle(question)
+            phase = question.phase
+        admission = self._answer(question)
         self._install(phase, slots, starts, logit_starts, admission, held)
         generations = tuple(self.slots.slot_generation[slot] for slot in held)
         self.ticket = Ticket(
             next(self._serials), phase, rows, requests, len(held), rank, admission.variant, admission.bucket,
-            admission.reason, held, generations, rows_per_request,
+            admission.reason, held, generations, rows_per_request, admission.cause,
         )  # fmt: skip
         self.slots.release(self._in_use)
         self.slots.use(held)
         self._in_use = held
         return self.ticket
+
+    def _answer(self, question: Question) -> Admission:
+        of = question
+        admission = self.tables.admit(self.backend_name, of.phase, of.rows, of.requests, of.adapters, of.rank)
+        return replace(admission, bucket=0, reason=of.refused, cause=of.refused) if of.refused else admission
 
     def _install(self, phase: str, slots, starts, logit_starts, admission: Admission, held: tuple[int, ...]) -> None:
         """Send the batch to the device and keep what launches need on the host."""
@@ -231,6 +294,7 @@ class Step:
     def _grid(self, phase: str, rows: int, requests: int, adapters: int, bucket: int) -> Grid:
         if bucket:
             return self.tables.GRIDS[self.backend_name][phase][bucket]
+        rows = max(1, rows)  # a rank without requests, where ranks agree
         if phase == "decode":
             return decode_grid(self.segments, rows, adapters or 1)
         return prefill_grid(self.segments, rows, adapters or 1, requests)
@@ -250,7 +314,9 @@ class Step:
             return self.metadata
         held = self._overflow
         if held is None or rows > held.rows or requests > held.requests:
-            self._overflow = self._metadata(max(rows, held.rows if held else 0), max(requests, held.requests if held else 0))
+            self._overflow = self._metadata(
+                max(rows, held.rows if held else 0), max(requests, held.requests if held else 0)
+            )
         return self._overflow
 
     def _metadata(self, rows: int, requests: int) -> Metadata:

@@ -45,7 +45,7 @@ def read_declaration(folder: Path) -> Declaration:
         declaration = Declaration.model_validate(source.data)
     except ValidationError as error:
         found = problems_of(error, Declaration)
-        raise SpecError([*source.problems, *(source.place(problem, at_key) for problem, at_key in found)]) from None
+        raise SpecError([*source.problems, *(source.place(problem) for problem in found)]) from None
     if source.problems:
         raise SpecError(list(source.problems))
     return declaration
@@ -59,12 +59,16 @@ def _locate(base: Path, templates: str | None, kind: str, block: str) -> Path:
         root = (base / templates).resolve()
         if not root.is_relative_to(base.resolve()):
             path = ("backends", block, "templates")
-            raise SpecError([Problem(f"{templates!r} leaves the spec's folder", path, "a folder beside or below the spec")])
+            raise SpecError(
+                [Problem(f"{templates!r} leaves the spec's folder", path, "a folder beside or below the spec")]
+            )
         roots.insert(0, root)
     for root in roots:
         if (root / kind / "backend.yaml").is_file():
             return root / kind
     known = sorted(path.parent.name for root in roots for path in root.glob("*/backend.yaml"))
     near = difflib.get_close_matches(kind, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else "a new backend is a folder with a backend.yaml, named by `templates:`"
+    hint = (
+        f"did you mean {near[0]!r}?" if near else "a new backend is a folder with a backend.yaml, named by `templates:`"
+    )
     raise SpecError([Problem(f"there is no backend {kind!r}", ("backends", block), ", ".join(known), hint)])

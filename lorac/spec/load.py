@@ -36,7 +36,7 @@ def load_spec(path: str | Path) -> SpecFile:
     """Reads and checks a spec. Raises SpecError with all problems of the file, placed as `file:line:column`."""
     source = read_source(path)
     spec, shapes, found = _examine(source.data, Path(source.file).parent)
-    problems = [*source.problems, *(source.place(problem, at_key) for problem, at_key in found)]
+    problems = [*source.problems, *(source.place(problem) for problem in found)]
     if problems or spec is None or shapes is None:
         raise SpecError(problems)
     return SpecFile(spec, shapes, source)
@@ -46,19 +46,19 @@ def spec_from_data(data: dict[str, Any], folder: Path = Path()) -> tuple[Spec, S
     """As load_spec, from plain data: paths start from `folder`, and the problems of the SpecError have no place."""
     spec, shapes, found = _examine(data, folder)
     if found or spec is None or shapes is None:
-        raise SpecError([problem for problem, _ in found])
+        raise SpecError(found)
     return spec, shapes
 
 
-def _examine(data: dict[str, Any], folder: Path) -> tuple[Spec | None, Shapes | None, list[tuple[Problem, bool]]]:
-    """The spec, the shapes, and every problem with whether it belongs at the key rather than at the value."""
+def _examine(data: dict[str, Any], folder: Path) -> tuple[Spec | None, Shapes | None, list[Problem]]:
+    """The spec, the shapes, and every problem."""
     spec, found = None, []
     try:
         spec = Spec.model_validate(data)
     except ValidationError as error:
         found = problems_of(error, Spec)
     shapes, broken = _check(data, folder)
-    return spec, shapes, found + [(problem, False) for problem in broken]
+    return spec, shapes, found + broken
 
 
 def _check(data: dict[str, Any], folder: Path) -> tuple[Shapes | None, list[Problem]]:

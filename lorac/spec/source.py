@@ -42,10 +42,10 @@ class Source:
     values: dict[Path_, Position]  # scalars only: a mapping or list is found by its key
     problems: tuple[Problem, ...] = ()
 
-    def place(self, problem: Problem, at_key: bool = False) -> Problem:
-        """The problem at the deepest part of its path that the file has: at the value, or `at_key` at the key."""
+    def place(self, problem: Problem) -> Problem:
+        """The problem at the deepest part of its path that the file has."""
         path = problem.path
-        if not at_key and path in self.values:
+        if not problem.at_key and path in self.values:
             return self.at(problem, self.values[path])
         while path and path not in self.keys:
             path = path[:-1]
@@ -123,6 +123,8 @@ def _yaml_problem(error: yaml.MarkedYAMLError, blank: Source) -> Problem:
     what = error.problem or error.context or "unreadable"
     if what.startswith("but found another document"):
         what = "the file holds more than one document (---)"
+    if what == "second occurrence":
+        what = error.context.split(";")[0]
     hint = next((hint for part, hint in _YAML_HINTS.items() if part in what), "")
     mark = error.problem_mark or error.context_mark
     position = (mark.line + 1, mark.column + 1) if mark else (1, 1)

@@ -1,6 +1,7 @@
 """pydantic's findings as plain sentences. The JSON schema of Spec says what would have been right."""
 
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -30,15 +31,15 @@ Path = tuple[str | int, ...]
 Node = dict[str, Any]
 
 
-def problems_of(error: ValidationError, model: type[BaseModel]) -> list[tuple[Problem, bool]]:
-    """Every finding, and whether it belongs at the key rather than at the value."""
-    schema = model.model_json_schema()
+def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """Every finding."""
+    schema = _schema(model)
     items = error.errors(include_url=False)
     found = [_problem(item, schema) for item in items]
-    meant = {(*problem.path[:-1], problem.hint[len(_MEANT) : -1]) for problem, _ in found if _MEANT in problem.hint}
+    meant = {(*problem.path[:-1], problem.hint[len(_MEANT) : -1]) for problem in found if _MEANT in problem.hint}
     # A misspelt key is reported once, not again as the key that it leaves missing
     kinds = [item["type"] for item in items]
-    return [pair for pair, kind in zip(found, kinds, strict=True) if kind != "missing" or pair[0].path not in meant]
+    return [one for one, kind in zip(found, kinds, strict=True) if kind != "missing" or one.path not in meant]
 
 
 def nearest(word: Any, known: list[str]) -> str:
@@ -68,23 +69,28 @@ def shown(value: Any) -> str:
     return {list: "a list", dict: "a mapping"}.get(type(value), str(value))
 
 
-def _problem(item: Any, schema: Node) -> tuple[Problem, bool]:
+@cache
+def _schema(model: type[BaseModel]) -> Node:
+    return model.model_json_schema()
+
+
+def _problem(item: Any, schema: Node) -> Problem:
     kind, path, value = item["type"], tuple(item["loc"]), item["input"]
     if kind == "missing":
         node = _node(schema, path, schema)
         message = f"{label(path[:-1])} lacks the key {path[-1]}"
-        return Problem(message, path, expected=f"{path[-1]}: {_phrase(node, schema)}"), False
+        return Problem(message, path, expected=f"{path[-1]}: {_phrase(node, schema)}")
     if kind in ("extra_forbidden", "invalid_key"):
         known = list(_node(schema, path[:-1], schema).get("properties", {}))
         message = f"unknown key {path[-1]} in {label(path[:-1])}"
         expected = f"one of {', '.join(known)}" if known else "a text"
-        return Problem(message, path, expected=expected, hint=nearest(path[-1], known)), True
+        return Problem(message, path, expected=expected, hint=nearest(path[-1], known), at_key=True)
     if path[-1:] == ("[key]",):
         pattern = next(iter(_node(schema, path[:-2], schema).get("patternProperties", {"": None})))
         message = f"{shown(value)} cannot be a name in {label(path[:-2])}"
-        return Problem(message, path[:-1], expected=_PATTERNS.get(pattern, "a text")), True
+        return Problem(message, path[:-1], expected=_PATTERNS.get(pattern, "a text"), at_key=True)
     node = _node(schema, path, schema)
-    return Problem(_sentence(item, path, node), path, _phrase(node, schema), _hint(value, node)), False
+    return Problem(_sentence(item, path, node), path, _phrase(node, schema), _hint(value, node))
 
 
 def _sentence(item: Any, path: Path, node: Node) -> str:

@@ -1,0 +1,146 @@
+"""`lorac verify`: a package against the float64 oracle, over every backend, module, bucket edge and awkward batch."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from lorac.runtime.errors import PackageError
+from lorac.runtime.launch import interpreted
+from lorac.runtime.load import load
+from lorac.runtime.step import Step
+from lorac.verify.cases import Case, decode_cases, prefill_cases, smaller
+from lorac.verify.check import Outcome, check, filled_slots
+
+
+@dataclass
+class Report:
+    """Checks and worst error per (backend, module); failures with their smallest input."""
+
+    device: str
+    dtype: str
+    checks: dict[tuple[str, str], int] = field(default_factory=dict)
+    errors: dict[tuple[str, str], float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """A table of modules by backend, then the failures."""
+        lines = [f"{self.device}, {self.dtype}", f"{'backend':<12} {'module':<16} {'checks':>7} {'worst error':>12}"]
+        for (backend, module), count in self.checks.items():
+            lines.append(f"{backend:<12} {module:<16} {count:>7} {self.errors[backend, module]:>12.2e}")
+        lines += [f"{backend:<12} skipped: {reason}" for backend, reason in self.skipped.items()]
+        lines += [f"FAILED {failure}" for failure in self.failures]
+        total = sum(self.checks.values())
+        lines.append(f"{total} checks, {len(self.failures)} failed")
+        return "\n".join(lines)
+
+
+def verify(
+    folder: str | Path,
+    device: str | None = None,
+    backends: list[str] | None = None,
+    most_rows: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Check a package on the device there is. Raises PackageError where no backend can run there.
+
+    `most_rows` leaves larger batches out; on a CPU 64 unless stated, for Triton's interpreter is slow.
+    """
+    package = load(folder)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    most = most_rows or (1 << 30 if device == "cuda" else 64)
+    rng, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
+    layers = {
+        module.name: sorted({*(module.layers[:1] or (0,)), *module.layers[-1:]}) for module in package.LAYOUT.modules
+    }
+    slots = filled_slots(package, device, layers, generator)
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    report = Report(name, package.LAYOUT.dtype)
+    steps = _steps(package, slots, backends or package.BACKENDS, device, report)
+    cases = _cases(package, most, rng)
+    total = len(steps) * len(cases) * len(package.LAYOUT.modules)
+    done = 0
+    for step in steps:
+        for case in cases:
+            _prepare(step, case)
+            for module in package.LAYOUT.modules:
+                layer = rng.choice(layers[module.name])
+                outcome = check(package, step, module, layer, case, generator)
+                _note(report, step, module.name, outcome)
+                if outcome.problem:
+                    again = lambda c, m=module, n=layer: _again(package, step, m, n, c, generator)  # noqa: E731
+                    least = _smallest(case, again)
+                    problem = again(least).problem or outcome.problem
+                    report.failures.append(
+                        f"{step.backend_name} {module.name} layer {layer}, {least.describe()}: {problem}"
+                    )
+                done += 1
+            progress(done, total)
+    return report
+
+
+def _steps(package, slots, backends, device: str, report: Report) -> list[Step]:
+    """A step per backend that can run here: Triton's kernels need a GPU, or the interpreter in float32 or float16."""
+    steps = []
+    for backend in backends:
+        step = package.Step(slots, backend)
+        if not step.backend.KERNELS or device == "cuda":
+            steps.append(step)
+        elif not interpreted():
+            report.skipped[backend] = "its kernels need a GPU, or TRITON_INTERPRET=1"
+        elif package.LAYOUT.dtype == "bfloat16":
+            report.skipped[backend] = "Triton's interpreter computes bfloat16 wrongly"
+        else:
+            steps.append(step)
+    if not steps:
+        reasons = "; ".join(f"{backend}: {reason}" for backend, reason in report.skipped.items())
+        raise PackageError(f"no backend of this package can run on {device}: {reasons}")
+    return steps
+
+
+def _cases(package, most: int, rng: random.Random) -> list[Case]:
+    admission = package.admission
+    slots = package.LAYOUT.slots
+    requests = max(admission.PREFILL_REQUESTS.values(), default=4)
+    return [
+        *decode_cases(admission.DECODE_BUCKETS, slots, most, rng),
+        *prefill_cases(admission.PREFILL_BUCKETS, slots, most, requests, rng),
+    ]
+
+
+def _prepare(step: Step, case: Case) -> None:
+    if case.phase == "decode":
+        step.prepare_slots("decode", [slot for slot, _ in case.requests], [1] * len(case.requests))
+    else:
+        rows = [rows for _, rows in case.requests]
+        step.prepare_slots("prefill", [slot for slot, _ in case.requests], rows, logits=rows)
+
+
+def _again(package, step: Step, module, layer: int, case: Case, generator: torch.Generator) -> Outcome:
+    _prepare(step, case)
+    return check(package, step, module, layer, case, generator)
+
+
+def _smallest(case: Case, run: Callable[[Case], Outcome], budget: int = 200) -> Case:
+    """Take away requests and rows for as long as the failure stays."""
+    while budget > 0:
+        for candidate in smaller(case):
+            budget -= 1
+            if run(candidate).problem:
+                case = candidate
+                break
+            if budget <= 0:
+                return case
+        else:
+            return case
+    return case
+
+
+def _note(report: Report, step: Step, module: str, outcome: Outcome) -> None:
+    key = (step.backend_name, module)
+    report.checks[key] = report.checks.get(key, 0) + 1
+    report.errors[key] = max(report.errors.get(key, 0.0), outcome.error)
