@@ -1,4 +1,4 @@
-"""The device memory of all slots: A and B of every module at addresses that never change, and the copy into one slot."""
+"""The device memory of all slots: A and B of every module, at addresses that never change, and the copy into a slot."""
 
 import torch
 
@@ -11,12 +11,13 @@ from lorac.runtime.layout import Layout, Module
 class Buffers:
     """One tensor per module and table, zero where no adapter is. Per module of `layout`:
 
-    a: [instances, slots, slices * R, in]; embedding [1, slots, vocab, R]; experts [instances, slots, experts, slices * R, in]
-    b: [instances, out, slots, R]; experts [instances, slots, experts, out, R]
+    a: [instances, slots, slices * R, in]; of the embedding [1, slots, vocab, R]
+    b: [instances, out, slots, R]
+    of experts, a: [instances, slots, experts, slices * R, in], b: [instances, slots, experts, out, R]
     rank, scale: [instances, slots, slices], int32 and float32; rank 0 where the slot has nothing
 
-    On a CUDA device an adapter is copied to a staging buffer first (`stage`), beside running work, and then spread into its
-    slot on the device (`commit`), which is short. `staging` grows to the largest adapter and stays.
+    On a CUDA device an adapter is copied to a staging buffer first (`stage`), beside running work, and then spread into
+    its slot on the device (`commit`), which is short. `staging` grows to the largest adapter and stays.
     """
 
     def __init__(self, layout: Layout, device: torch.device):
@@ -51,8 +52,9 @@ class Buffers:
         """
         if not self._cuda:
             return adapter.buffer
-        if torch.cuda.is_current_stream_capturing():
-            raise SlotError("an adapter cannot be loaded while a CUDA graph is captured; load it before or after")
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise SlotError("an adapter cannot be loaded while a CUDA graph is captured; load it before or after")
         with torch.cuda.stream(self.stream):
             if self.staging.numel() < adapter.nbytes:
                 self.staging = torch.empty(0, dtype=torch.uint8, device=self.device)  # give back before growing
@@ -76,13 +78,14 @@ class Buffers:
             self._committed.record(self.stream)
 
     def before_step(self, stream: "torch.cuda.Stream | None") -> None:
-        """Make `stream` wait for what has been committed."""
+        """Make `stream` (None: the current one) wait for what has been committed."""
         if self._cuda:
-            stream.wait_event(self._committed)
+            (stream or torch.cuda.current_stream(self.device)).wait_event(self._committed)
 
     def after_step(self, stream: "torch.cuda.Stream | None") -> None:
-        """Make the next commit wait for what `stream` has been given so far."""
+        """Make the next commit wait for what `stream` (None: the current one) has been given so far."""
         if self._cuda:
+            stream = stream or torch.cuda.current_stream(self.device)
             self._read.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
 
     def _write(self, slot: int, blocks: tuple[Block, ...], staged: torch.Tensor | None) -> None:

@@ -1,12 +1,16 @@
 """Config and file must agree: PEFT ignores what it does not target, and expects every layer that it does."""
 
+import re
+
 from lorac.runtime.adapters import experts
 from lorac.runtime.adapters.config import AdapterConfig
-from lorac.runtime.adapters.names import Pair, aliases, locate
+from lorac.runtime.adapters.names import Pair, aliases
 from lorac.runtime.adapters.patterns import Targets
 from lorac.runtime.adapters.place import Placement
 from lorac.runtime.adapters.problems import Problems
 from lorac.runtime.layout import Layout
+
+_LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 def check_agreement(
@@ -34,11 +38,11 @@ def _check_layers(targets: Targets, placed: list[Placement], layout: Layout, pro
     inside = [item for item in placed if item.module.layers]
     absent = {layer for item in inside for layer in item.module.layers}
     absent -= {item.module.layers[item.instance] for item in inside}
-    paths = {locate(item.pair.module).path for item in inside}
+    templates = {_LAYER.sub("layers.{}.", item.pair.module, count=1) for item in inside}
     lost = [
         layer
         for layer in sorted(absent)
-        if any(targets.matches(name) for path in paths for name in aliases(f"layers.{layer}.{path}"))
+        if any(targets.matches(name) for template in templates for name in aliases(template.format(layer)))
     ]
     if lost:
         problems.add(

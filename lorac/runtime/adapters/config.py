@@ -105,7 +105,7 @@ def _refuse_active(raw: dict, problems: Problems) -> None:
     if init.startswith(_CHANGES_BASE):
         problems.add(
             f"init_lora_weights is {_short(raw['init_lora_weights'])}: trained against changed base weights; save it "
-            "again with save_pretrained(..., path_initial_model_for_weight_conversion=...), which converts it to plain LoRA"
+            "again with save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it plain LoRA"
         )
     elif init not in _INITS:
         problems.add(

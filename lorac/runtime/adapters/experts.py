@@ -1,7 +1,7 @@
 """Adapters of mixtures of experts: one pair per expert and projection, or one pair for a whole 3-D parameter.
 
 PEFT's `target_parameters` flattens all experts into one pair: in A [experts * r, in] the expert is slowest, in
-B [out, r * experts] it is fastest. Of a parameter [experts, dim1, dim2], PEFT 0.17 and 0.18 call dim1 the input and dim2
+B [out, r * experts] it is fastest. Of a parameter [experts, dim1, dim2], PEFT 0.17 and 0.18 call dim1 the input, dim2
 the output; since 0.19 that is so only where the module says `is_transposed` (gpt-oss), and elsewhere dim2 is the input.
 So files of 0.17 and 0.18 are *swapped* for parameters stored [experts, out, in]: their A holds the output's side.
 """

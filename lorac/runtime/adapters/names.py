@@ -68,9 +68,8 @@ def pair_tensors(headers: Iterable[Header], problems: Problems) -> tuple[list[Pa
             problems.add(f"two tensors for {part} of {module}; expected one", header.name)
         half[part[-1]] = header
     if len(adapters) > 1:
-        problems.add(
-            f"the file holds several adapters ({', '.join(sorted(adapters))}); save each in a folder of its own"
-        )
+        names = ", ".join(name or "unnamed" for name in sorted(adapters))
+        problems.add(f"the file holds several adapters ({names}); save each in a folder of its own")
     pairs = []
     for (module, embedding), half in halves.items():
         if len(half) == 2:
@@ -99,12 +98,12 @@ def locate(module: str) -> Place | None:
 
 
 def aliases(module: str) -> list[str]:
-    """The module's name under every known prefix, its own first: patterns were written for one of them."""
+    """The module's name as it stands, and under every known prefix: patterns were written for one of them."""
     place = locate(module)
     if place is None:
         return [module]
     rest = place.path if place.layer is None else f"layers.{place.layer}.{place.path}"
-    return list(dict.fromkeys([module, *(prefix + rest for prefix in PREFIXES)]))
+    return list(dict.fromkeys([module, *(prefix + rest for prefix in PREFIXES if prefix)]))
 
 
 def _strip(name: str) -> list[str]:
