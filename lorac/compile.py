@@ -7,7 +7,7 @@ from lorac.errors import SpecError
 from lorac.fingerprint import fingerprint
 from lorac.plan.build import make_plan
 from lorac.plan.model import Plan
-from lorac.spec import load_spec, place
+from lorac.spec import load_spec, place, tuned
 from lorac.spec.folders import find_folders
 
 
@@ -33,11 +33,13 @@ def plan_spec(path: str | Path) -> Planned:
     """The plan of a spec file. Raises SpecError with every problem placed."""
     file = load_spec(path)
     folders = find_folders(file)
+    declarations = {name: folder.declaration for name, folder in folders.items()}
     try:
-        plan = make_plan(file.spec, file.shapes, {name: f.declaration for name, f in folders.items()}, {})
+        plan = make_plan(file.spec, file.shapes, declarations, tuned.tuned_tiles(file, declarations))
     except SpecError as error:
         raise SpecError(place(error.problems, file.source)) from None
-    named = [file.spec.model.config, *(backend.templates for backend in file.spec.backends.values())]
+    # the whole folder of tables, there or not: a table that appears is a change too
+    named = [file.spec.model.config, *(backend.templates for backend in file.spec.backends.values()), tuned.FOLDER]
     inputs = tuple(file.folder / name for name in dict.fromkeys(named) if name)
     return Planned(plan, {name: folder.path for name, folder in folders.items()}, inputs)
 

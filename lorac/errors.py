@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. `path` is the key path inside the spec; file, line and column (1-based) say where that key stands."""
+    """One mistake. `path` is the key path inside the spec; file, line and column (1-based) say where that stands.
+
+    It stands at the path's value, or `at_key` at the key itself.
+    """
 
     message: str
     path: tuple[str | int, ...] = ()
@@ -16,6 +19,7 @@ class Problem:
     line: int = 0
     column: int = 0
     source_line: str = ""
+    at_key: bool = False
 
     def at(self, file: str, line: int, column: int, source_line: str) -> "Problem":
         """The same problem, placed."""

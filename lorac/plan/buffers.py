@@ -2,7 +2,7 @@
 
 from math import prod
 
-from lorac.plan.kernels import ITEMSIZE
+from lorac.plan.kernels import ITEMSIZE, block_of
 from lorac.plan.model import BackendPlan, Buffer, ModulePlan
 from lorac.spec.backend import Declaration
 
@@ -42,7 +42,7 @@ def b_shape(module: ModulePlan, slots: int, max_rank: int) -> tuple[int, ...]:
 
 
 def metadata_buffer(rows: int, requests: int, segments: int, slots: int) -> Buffer:
-    """The step's int32 metadata: row_slot and order per row, three numbers per segment, active slots, the packed copy."""
+    """The step's int32 metadata: two numbers per row, three per segment, the active slots, and the packed copy."""
     count = 2 * rows + 3 * segments + slots + 2 * requests + 1
     return Buffer("metadata", (count,), "int32", 4 * count, "rows, segments and requests of one step")
 
@@ -59,6 +59,7 @@ def scratch_bytes(
             dims = {
                 "rows": served,
                 "columns": len(module.slices) * launch.rank,
+                "active": block_of(max(1, launch.adapters), 1),
                 "out": module.out_features,
                 "slots": slots,
                 **dict(launch.tile),

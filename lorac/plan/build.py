@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lorac.errors import Problem, SpecError
 from lorac.plan import buckets, buffers, decisions, kernels, modules, parameters, variants
-from lorac.plan.model import BackendPlan, BucketPlan, Decision, DecodePlan, Plan, PrefillPlan, Variant
+from lorac.plan.model import BackendPlan, BucketPlan, Decision, DecodePlan, ModulePlan, Plan, PrefillPlan, Variant
 from lorac.runtime.segments import Segments, decode_grid, prefill_grid, segment_slots
 from lorac.spec.backend import Declaration, Tile
 from lorac.spec.schema import Spec
@@ -34,7 +34,7 @@ def make_plan(spec: Spec, shapes: Shapes, declarations: dict[str, Declaration], 
     for block, backend in spec.backends.items():
         declaration = declarations[block]
         values, rule, wrong = parameters.resolve(block, backend.parameters, declaration)
-        problems += wrong + _limits(block, declaration, spec)
+        problems += wrong + _limits(block, declaration, spec) + _uneven(block, declaration, planned, spec)
         plan, more = _backend(
             block, declaration, spec, planned, resolved, decode, prefill, values, rule, tuned.get(block, {}), kinds
         )
@@ -47,6 +47,7 @@ def make_plan(spec: Spec, shapes: Shapes, declarations: dict[str, Declaration], 
         )
     if problems:
         raise SpecError(problems)
+    memory = _buffers(spec, planned, backends, declarations, decode, prefill)
     return Plan(
         name=spec.name,
         family=shapes.family,
@@ -66,7 +67,7 @@ def make_plan(spec: Spec, shapes: Shapes, declarations: dict[str, Declaration], 
         decode=decode,
         prefill=prefill,
         backends=tuple(backends),
-        buffers=_buffers(spec, planned, backends, declarations, decode, prefill),
+        buffers=memory,
         decisions=tuple(notes),
         targets=spec.targets,
     )
@@ -78,13 +79,13 @@ def _graphs(spec: Spec) -> tuple[DecodePlan, PrefillPlan, list[Decision]]:
     asked = spec.graphs.decode if spec.graphs else None
     if asked:
         sizes = buckets.decode_buckets(asked.buckets, asked.max_rows)
-        if asked.buckets and sizes != asked.buckets:
+        if asked.buckets and sizes != tuple(asked.buckets):
             notes.append(Decision("decode buckets", f"{sizes[-1]} added", "the stated maximum is itself a bucket"))
         decode = DecodePlan(sizes, asked.streams)
     asked = spec.graphs.prefill if spec.graphs else None
     if asked:
         sizes = buckets.prefill_buckets(asked.buckets, asked.max_tokens)
-        if asked.buckets and sizes != asked.buckets:
+        if asked.buckets and sizes != tuple(asked.buckets):
             notes.append(Decision("prefill buckets", f"{sizes[-1]} added", "the stated maximum is itself a bucket"))
         sizes = () if asked.mode == "off" else sizes
         prefill = PrefillPlan(asked.mode, sizes, asked.max_tokens, asked.max_requests, float(asked.max_padding))
@@ -94,14 +95,14 @@ def _graphs(spec: Spec) -> tuple[DecodePlan, PrefillPlan, list[Decision]]:
 def _limits(block: str, declaration: Declaration, spec: Spec) -> list[Problem]:
     """What makes a backend unable to serve the spec at all."""
     problems = []
-    if spec.adapters.max_rank > declaration.max_rank:
-        problems.append(
-            Problem(
-                f"max_rank {spec.adapters.max_rank} is above the {declaration.max_rank} that backend {block!r} takes",
-                ("adapters", "max_rank"),
-                expected=f"at most {declaration.max_rank}",
-            )
-        )
+    rank, path = spec.adapters.max_rank, ("adapters", "max_rank")
+    if rank > declaration.max_rank:
+        message = f"max_rank {rank} is above the {declaration.max_rank} that backend {block!r} takes"
+        problems.append(Problem(message, path, expected=f"at most {declaration.max_rank}"))
+    elif declaration.ranks and rank not in declaration.ranks:
+        expected = f"one of {', '.join(map(str, declaration.ranks))}"
+        hint = "adapters of a lower rank fit as well"
+        problems.append(Problem(f"backend {block!r} takes no max_rank of {rank}", path, expected, hint))
     if spec.dtype not in declaration.dtypes:
         problems.append(
             Problem(
@@ -110,6 +111,21 @@ def _limits(block: str, declaration: Declaration, spec: Spec) -> list[Problem]:
                 expected=", ".join(declaration.dtypes),
             )
         )
+    return problems
+
+
+def _uneven(block: str, declaration: Declaration, planned: tuple[ModulePlan, ...], spec: Spec) -> list[Problem]:
+    """Modules whose shapes on this rank are no multiples of what a backend asks for."""
+    problems, step = [], declaration.multiple
+    for module in planned:
+        if module.experts and not declaration.experts:
+            continue
+        inputs, outputs = module.in_features, [part.width for part in module.slices]
+        if any(size % step for size in (*outputs, step if module.kind == "embedding" else inputs)):
+            shape = f"{inputs} inputs and {' + '.join(map(str, outputs))} outputs"
+            message = f"{module.name} has {shape}, but backend {block!r} takes multiples of {step}"
+            index = spec.adapters.targets.index("experts" if module.experts else module.name)
+            problems.append(Problem(message, ("adapters", "targets", index), hint="leave the backend or the layer out"))
     return problems
 
 
@@ -123,6 +139,8 @@ def _backend(
     )
     notes += decisions.backend_notes(block, declaration, spec.targets, kinds, bool(decode.buckets))
     ranks = kernels.kernel_ranks(resolved, spec.adapters.max_rank)
+    adapters = kernels.kernel_adapters(resolved, slots)
+    notes += [Decision(f"{block}: {note.subject}", note.outcome, note.reason) for note in declaration.notes]
     return BackendPlan(
         name=block,
         kind=spec.backends[block].kind or block,
@@ -135,7 +153,7 @@ def _backend(
         decode=_decode_buckets(decode, rule, slots, resolved) if declaration.decode_graphs else (),
         prefill=() if mode == "off" else _prefill_buckets(prefill, rule, slots, resolved),
         kernels=kernels.plan_kernels(
-            declaration, planned, ranks, spec.dtype, slots, spec.adapters.max_rank, spec.targets, tuned
+            declaration, planned, ranks, adapters, spec.dtype, slots, spec.adapters.max_rank, spec.targets, tuned
         ),
         scratch=(),
         operators=tuple(sorted(declaration.operators.items())),

@@ -1,4 +1,4 @@
-"""Decisions: combinations that do not work, each switched off in one place, with the reason a user reads in `explain`."""
+"""Decisions: what does not work together, each switched off in one place, with the reason a user reads in `explain`."""
 
 from lorac.plan.model import Decision, Variant
 from lorac.runtime.segments import Segments

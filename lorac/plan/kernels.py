@@ -1,4 +1,4 @@
-"""Kernels: which launch configuration serves which rows, rank and module, with blocks no larger than their dimension."""
+"""Kernels: which launch configuration serves which rows, rank and module, no block larger than its dimension."""
 
 from dataclasses import replace
 from math import gcd
@@ -18,21 +18,24 @@ SHARED_LIMIT = {
     "sm_120": 101_376,
     "gfx942": 65_536,
 }
-PDL_TARGETS = {"sm_90", "sm_100", "sm_120"}
+PDL_TARGETS = {"sm_90", "sm_100", "sm_120"}  # those with dependent launches; others leave them out when they compile
+LEAST_BLOCK = 16  # tl.dot asks for as much
 UNBOUNDED = 0  # `rows` of the launch that serves any number
+ANY_ADAPTERS = -1  # `adapters` of the launch that serves any number
 
 
 def plan_kernels(
     declaration: Declaration,
     modules: tuple[ModulePlan, ...],
     ranks: tuple[int, ...],
+    adapters: tuple[int, ...],
     dtype: str,
     slots: int,
     max_rank: int,
     targets: tuple[str, ...],
     tuned: dict[str, tuple[tuple[Tile, str], ...]],
 ) -> tuple[KernelPlan, ...]:
-    """Every kernel of a backend: one per module and stage. `tuned` maps a stage to tiles tried before the declared ones."""
+    """Every kernel of a backend, one per module and stage. `tuned` holds tiles by stage, tried before the declared."""
     plans = []
     for module in modules:
         for stage, kernel in declaration.kernels.items():
@@ -40,7 +43,9 @@ def plan_kernels(
                 continue
             tiles = (*tuned.get(stage, ()), *((tile, "default") for tile in kernel.tiles))
             launches = tuple(
-                launch for rank in ranks for launch in _launches(kernel, tiles, module, rank, dtype, targets)
+                replace(launch, adapters=bound)
+                for rank, bound in _bounds(kernel, ranks, adapters)
+                for launch in _launches(kernel, tiles, module, rank, dtype, targets)
             )
             splits = any(dict(launch.tile).get("SPLIT_K", 1) > 1 for launch in launches)
             left_out = set() if splits else {*kernel.when_split, "SPLIT_K"}
@@ -54,6 +59,7 @@ def plan_kernels(
                     constants=tuple(name for name in kernel.constants if name not in left_out),
                     masks=_masks(kernel, module, launches),
                     splits=splits,
+                    max_rows=kernel.max_rows or UNBOUNDED,
                     wide_b=module.out_features * slots * max_rank >= 2**31,
                     aligned=gcd(16, module.in_features),
                     precision="ieee" if dtype == "float32" else "",
@@ -73,13 +79,26 @@ def kernel_ranks(variants: tuple[Variant, ...], max_rank: int) -> tuple[int, ...
     return tuple(sorted({variant.rank for variant in variants if variant.adapters} | {max_rank}))
 
 
+def kernel_adapters(variants: tuple[Variant, ...], slots: int) -> tuple[int, ...]:
+    """The numbers of adapters kernels are specialised for: one, each variant's bound, and all slots."""
+    return tuple(sorted({1, slots, *(variant.adapters for variant in variants if variant.adapters)}))
+
+
+def _bounds(kernel: Kernel, ranks: tuple[int, ...], adapters: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(rank, adapters) of a kernel's launches, narrow to wide; no adapters at all first, for a kernel with the base."""
+    if "ACTIVE" not in kernel.constants:
+        return [(rank, ANY_ADAPTERS) for rank in ranks]
+    pairs = [(rank, bound) for rank in ranks for bound in adapters]
+    return [(0, 0)] * kernel.base + sorted(pairs, key=lambda pair: pair[0] * pair[1])
+
+
 def _launches(kernel, tiles, module: ModulePlan, rank: int, dtype: str, targets) -> list[Launch]:
     """One launch per class of rows, neighbours that came out equal merged."""
-    bounds = sorted({tile.rows for tile, _ in tiles if tile.rows}) + [UNBOUNDED]
+    bounds = sorted({tile.rows for tile, _ in tiles if tile.rows}) + [kernel.max_rows or UNBOUNDED]
     launches: list[Launch] = []
     for rows in bounds:
         tile, source = next((t, s) for t, s in tiles if _serves(t, rows, rank, module))
-        launch = _fit(kernel, tile, source, rows, rank, module, dtype, targets)
+        launch = fit(kernel, tile, source, rows, rank, module, dtype, targets)
         if launches and replace(launches[-1], rows=rows) == launch:
             launches.pop()
         launches.append(launch)
@@ -96,26 +115,37 @@ def _serves(tile: Tile, rows: int, rank: int, module: ModulePlan) -> bool:
     )
 
 
-def _fit(kernel: Kernel, tile: Tile, source: str, rows: int, rank: int, module: ModulePlan, dtype, targets) -> Launch:
+def fit(kernel: Kernel, tile: Tile, source: str, rows: int, rank: int, module: ModulePlan, dtype, targets) -> Launch:
     """The tile, cut down to the shape: no block past its dimension, whole splits, stages that fit in shared memory."""
     widest = max(part.width for part in module.slices)
-    extent = {"rows": rows or 2**30, "rank": rank, "in": module.in_features, "out": widest}
+    extent = {"rows": rows or 2**30, "rank": max(rank, 1), "in": module.in_features, "out": widest}
     sizes = tile.sizes
     for block, dim in kernel.dims.items():
         sizes[block] = min(sizes[block], block_of(extent[dim]))
+    stages = _fit_shared(kernel, sizes, tile.stages, ITEMSIZE[dtype], shared_limit(targets))
     if sizes.get("SPLIT_K", 1) > 1:
         sizes["SPLIT_K"] = _whole_splits(sizes["SPLIT_K"], -(-module.in_features // sizes["BLOCK_K"]))
-    stage_bytes = sum(sizes[a] * sizes[b] for a, b in kernel.operands) * ITEMSIZE[dtype]
-    stages = tile.stages
-    while stages > 1 and stages * stage_bytes > shared_limit(targets):
-        stages -= 1
-    pdl = tile.pdl and bool(targets) and set(targets) <= PDL_TARGETS
-    return Launch(rows, rank, tuple(sorted(sizes.items())), tile.warps, stages, pdl, source)
+    pdl = tile.pdl and (not targets or bool(PDL_TARGETS & set(targets)))
+    return Launch(rows, rank, ANY_ADAPTERS, tuple(sorted(sizes.items())), tile.warps, stages, pdl, source)
 
 
-def block_of(extent: int) -> int:
-    """The smallest block that covers a dimension: a power of two, and at least the 16 that tl.dot asks of K."""
-    return max(16, 1 << (extent - 1).bit_length())
+def _fit_shared(kernel: Kernel, sizes: dict[str, int], stages: int, itemsize: int, limit: int) -> int:
+    """The stages that fit in shared memory; where not even one does, the largest blocks in `sizes` are halved."""
+    blocks = {name for pair in kernel.operands for name in pair}
+    while stages * itemsize * sum(sizes[a] * sizes[b] for a, b in kernel.operands) > limit:
+        widest = max(sorted(blocks), key=sizes.__getitem__)
+        if stages > 1:
+            stages -= 1
+        elif sizes[widest] > LEAST_BLOCK:
+            sizes[widest] //= 2
+        else:
+            break
+    return stages
+
+
+def block_of(extent: int, least: int = LEAST_BLOCK) -> int:
+    """The smallest block that covers a dimension: a power of two."""
+    return max(least, 1 << (extent - 1).bit_length())
 
 
 def shared_limit(targets: tuple[str, ...]) -> int:
@@ -124,7 +154,7 @@ def shared_limit(targets: tuple[str, ...]) -> int:
 
 
 def _whole_splits(splits: int, blocks: int) -> int:
-    """At most `splits` equal parts of `blocks` K blocks: a ragged last part would read its neighbour's columns twice."""
+    """At most `splits` equal parts of `blocks` K blocks: a ragged last part reads its neighbour's inputs twice."""
     return next(split for split in range(min(splits, blocks), 0, -1) if blocks % split == 0)
 
 

@@ -1,7 +1,7 @@
 """The plan: everything a package is, decided. Plain frozen data; nothing here is left to interpret.
 
-A plan is a function of the spec's content, the backend folders and the tuned tables, and of nothing else: no paths, dates or
-versions. Its canonical JSON is hashed into the package's fingerprint.
+A plan is a function of the spec's content, the backend folders and the tuned tables, and of nothing else: no paths,
+dates or versions. Its canonical JSON is hashed into the package's fingerprint.
 """
 
 import hashlib
@@ -68,10 +68,11 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch configuration: serves up to `rows` rows (0: any number) and adapters up to `rank`."""
+    """One launch configuration: up to `rows` rows (0: any number), rank up to `rank`, up to `adapters` (-1: any number)."""
 
     rows: int
     rank: int
+    adapters: int
     tile: tuple[tuple[str, int], ...]
     warps: int
     stages: int
@@ -91,6 +92,7 @@ class KernelPlan:
     constants: tuple[str, ...]  # constexpr arguments, in order
     masks: tuple[str, ...]  # dimensions some configuration does not divide: in, out
     splits: bool  # some configuration splits K
+    max_rows: int  # serves batches of up to this many rows alone; 0: any
     wide_b: bool  # offsets into this module's B can pass 2**31
     aligned: int  # elements every row of x starts at a multiple of
     precision: str  # of tl.dot: "ieee" for float32, which would be rounded to TF32 otherwise; "" elsewhere

@@ -35,32 +35,34 @@ def _module(shapes: Shapes, target: str, tp: int) -> ModulePlan:
     names = dict(shapes.fused).get(target, (target,))
     linears = [shapes.linear(name) for name in names]
     first = linears[0]
+    heads = max(linear.units for linear in shapes.linears)
     slices, start = [], 0
     for linear in linears:
-        width = _width(linear, tp)
+        width = _width(linear, tp, heads)
         slices.append(SlicePlan(linear.name, linear.path, start, width, linear.out_features, linear.units))
         start += width
-    in_features = _even(first.in_features, tp, 0, f"{target}'s input") if first.sharding == "row" else first.in_features
+    in_features = first.in_features
+    if first.sharding == "row":
+        in_features = _even(in_features, tp, first.units, f"{target}'s input")
     path = first.path.rpartition(".")[0] + "." + target if len(linears) > 1 else first.path
     return _plain(target, "linear", path, in_features, first.in_features, tuple(slices), first.layers, first.sharding)
 
 
-def _width(linear: Linear, tp: int) -> int:
-    return (
-        _even(linear.out_features, tp, linear.units, linear.name)
-        if linear.sharding == "column"
-        else linear.out_features
-    )
+def _width(linear: Linear, tp: int, heads: int) -> int:
+    """The outputs on one of `tp` ranks; kv heads (fewer than the model's `heads`) are replicated over more ranks."""
+    if linear.sharding != "column":
+        return linear.out_features
+    if 0 < linear.units < min(tp, heads):
+        if tp % linear.units:
+            raise ValueError(f"{linear.name}: {linear.units} heads cannot be replicated evenly over {tp} ranks")
+        return linear.out_features // linear.units
+    return _even(linear.out_features, tp, linear.units, linear.name)
 
 
 def _even(size: int, tp: int, units: int, what: str) -> int:
-    """The shard of `size` on one of `tp` ranks; with fewer units (kv heads) than ranks, units are replicated."""
-    if units and units < tp:
-        if tp % units:
-            raise ValueError(f"{what}: {units} heads cannot be replicated evenly over {tp} ranks")
-        return size // units
+    """The shard of `size`, which consists of `units`, on one of `tp` ranks."""
     if size % tp or (units and units % tp):
-        raise ValueError(f"{what}: {units or size} cannot be cut evenly over {tp} ranks")
+        raise ValueError(f"{what}: {f'{units} heads' if units else size} cannot be cut evenly over {tp} ranks")
     return size // tp
 
 

@@ -33,7 +33,7 @@ def parse_segments(value: object, path: tuple[str | int, ...]) -> tuple[Segments
     """`{by: request, cap: n}` or `{by: chunk, chunk: n or {from rows: n}, floor: n}`."""
     fields = {"request": {"cap": 32}, "chunk": {"chunk": 16, "floor": 1}}
     by = value.get("by") if isinstance(value, dict) else None
-    if by not in fields:
+    if not isinstance(by, str) or by not in fields:
         return NO_SEGMENTS, [
             Problem(
                 "segments does not say how rows are grouped", path, expected="{by: request, ...} or {by: chunk, ...}"
@@ -52,16 +52,21 @@ def parse_segments(value: object, path: tuple[str | int, ...]) -> tuple[Segments
                     f"a segment {key} of {known[key]!r} is not possible", (*path, key), "a whole number from 1 to 65535"
                 )
             )
-    table = known.get("chunk", {})
-    table = table if isinstance(table, dict) else {1: table}
-    problems += _chunk_problems(table, (*path, "chunk")) if by == "chunk" else []
+    if by == "chunk":
+        problems += _chunk_problems(known["chunk"], (*path, "chunk"))
     if problems:
         return NO_SEGMENTS, problems
+    table = _chunk_table(known.get("chunk", {}))
     return Segments(by, known.get("cap", 0), tuple(sorted(table.items())), known.get("floor", 1)), []
 
 
-def _chunk_problems(table: dict, path: tuple[str | int, ...]) -> list[Problem]:
-    problems = []
+def _chunk_table(chunk: object) -> dict:
+    """One chunk for any number of rows is a table of one entry."""
+    return chunk if isinstance(chunk, dict) else {1: chunk}
+
+
+def _chunk_problems(given: object, path: tuple[str | int, ...]) -> list[Problem]:
+    problems, table = [], _chunk_table(given)
     if 1 not in table:
         problems.append(
             Problem("the chunk table does not start at 1 row", path, "{1: 16, 64: 32, ...}: from rows to chunk")
@@ -71,9 +76,8 @@ def _chunk_problems(table: dict, path: tuple[str | int, ...]) -> list[Problem]:
             problems.append(Problem(f"{rows!r} is no number of rows", (*path, rows), "a whole number from 1"))
         if not _whole(chunk, 16, 256) or chunk & (chunk - 1):
             # a chunk is the rows of one tile: tl.dot wants a power of two, and below 16 rows it pads to 16 anyway
-            problems.append(
-                Problem(f"a chunk of {chunk!r} rows is not possible", (*path, rows), "16, 32, 64, 128 or 256")
-            )
+            place = (*path, rows) if table is given else path
+            problems.append(Problem(f"a chunk of {chunk!r} rows is not possible", place, "one of 16, 32, 64, 128, 256"))
     return problems
 
 

@@ -4,7 +4,7 @@ from lorac.plan.model import Variant
 
 
 def resolve(variants: dict, slots: int, max_rank: int) -> tuple[Variant, ...]:
-    """Variants with their bounds filled in, ordered by the work they allow; `nolora`, which allows none, comes first."""
+    """Variants with their bounds filled in, by the work they allow; `nolora`, which allows none, comes first."""
     resolved = []
     for name, bounds in variants.items():
         adapters = slots if bounds.adapters is None else min(bounds.adapters, slots)

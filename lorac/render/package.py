@@ -5,9 +5,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from lorac.errors import BuildError
+from lorac.errors import BuildError, Problem, format_problems
+from lorac.plan.kernels import block_of
 from lorac.plan.model import BackendPlan, KernelPlan, Launch, ModulePlan, Plan
-from lorac.render.environment import environment, render_template, used_names, uses_attribute
+from lorac.render.environment import environment, render_template
+from lorac.render.names import attributes_read, check_names
+from lorac.spec.backend import declaration_path
+from lorac.spec.source import place, read_source
 
 # what a kernel template may use besides what it defines itself
 KERNEL_NAMES = {"kernel", "module", "package", "parameters", "backend"}
@@ -20,6 +24,7 @@ def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, 
     `folders` holds each backend block's template folder. Raises BuildError where a template and the plan disagree.
     """
     package = _package(plan)
+    bare = {variant.name for variant in plan.variants if not variant.adapters}
     common = {"package": package, "modules": [_module(module) for module in plan.modules]}
     context = {
         "layout": common | {"has_experts": any(module.experts for module in plan.modules)},
@@ -36,6 +41,8 @@ def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, 
             "backends": plan.backends,
             "limits": _limits(plan),
         },
+        "decode": {"package": package, "backends": plan.backends, "bare": bare},
+        "prefill": {"package": package, "backends": plan.backends, "bare": bare},
         "init": common | {"backends": plan.backends},
     }
     env = environment()
@@ -57,13 +64,13 @@ def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, 
 def _backend(plan: Plan, backend: BackendPlan, folder: Path, package: dict) -> str:
     env = environment(folder)
     template = "backend.py.jinja"
-    _check_parameters(env, template, backend)
+    _check_parameters(env, template, backend, folder)
     context = {
         "package": package,
         "backend": backend,
         "parameters": dict(backend.parameters),
         "modules": [
-            _module(module) | {"kernels": [_kernel(k) for k in backend.kernels if k.module == module.name]}
+            _module(module) | _kernels([kernel for kernel in backend.kernels if kernel.module == module.name])
             for module in plan.modules
         ],
         "header": _header(plan, f"backends/{backend.kind}/{template}"),
@@ -71,21 +78,17 @@ def _backend(plan: Plan, backend: BackendPlan, folder: Path, package: dict) -> s
     return _tidy(render_template(env, template, context, OPTIONAL))
 
 
-def _check_parameters(env, template: str, backend: BackendPlan) -> None:
-    """Every declared parameter is read by some template of the backend, and every name a kernel template reads exists."""
-    read = uses_attribute(env, template, "parameters")
+def _check_parameters(env, template: str, backend: BackendPlan, folder: Path) -> None:
+    """Every declared parameter is read by some template of the backend; every name a kernel template reads exists."""
+    read = attributes_read(env, template, "parameters")
     for kernel in {kernel.template for kernel in backend.kernels}:
-        read |= uses_attribute(env, kernel, "parameters")
-        unknown = sorted(used_names(env, kernel) - KERNEL_NAMES)
-        if unknown:
-            raise BuildError(
-                f"template {kernel} uses {', '.join(unknown)}; a kernel is given {', '.join(sorted(KERNEL_NAMES))}"
-            )
+        read |= attributes_read(env, kernel, "parameters")
+        check_names(env, kernel, KERNEL_NAMES)
     unread = sorted(name for name, _ in backend.parameters if name not in read)
     if unread:
-        raise BuildError(
-            f"backend {backend.name!r} declares parameters that no template of it reads: {', '.join(unread)}"
-        )
+        source = read_source(declaration_path(folder))
+        problems = [Problem(f"no template reads the parameter {name}", ("parameters", name)) for name in unread]
+        raise BuildError(format_problems(place(problems, source)))
 
 
 def _package(plan: Plan) -> dict:
@@ -101,31 +104,40 @@ def _module(module: ModulePlan) -> dict:
     return values
 
 
+def _kernels(kernels: list[KernelPlan]) -> dict:
+    """A module's kernels in order, and by stage."""
+    nodes = [_kernel(kernel) for kernel in kernels]
+    return {"kernels": nodes, "stages": {node["stage"]: node for node in nodes}}
+
+
 def _kernel(kernel: KernelPlan) -> dict:
     launches, source = [], "default"
     for launch in kernel.launches:
         note = launch.source if launch.source != source else ""
         source = launch.source
-        launches.append({"row": _row(kernel, launch), "note": note})
+        launches.append({"row": launch_row(kernel, launch), "note": note})
     return asdict(kernel) | {"launches": launches}
 
 
-def _row(kernel: KernelPlan, launch: Launch) -> tuple:
+def launch_row(kernel: KernelPlan, launch: Launch) -> tuple:
     """One line of a kernel's launch table: bounds and options, then its constants in the signature's order."""
-    values = dict(launch.tile) | {"RANK": launch.rank}
+    bounds = {"RANK": launch.rank, "ACTIVE": block_of(launch.adapters, 1) if launch.adapters > 0 else 0}
+    values = dict(launch.tile) | bounds | {"PDL": int(launch.pdl)}
     missing = [name for name in kernel.constants if name not in values]
     if missing:
         raise BuildError(f"kernel {kernel.name}: its tiles give no value for {', '.join(missing)}")
     constants = (values[name] for name in kernel.constants)
-    return (launch.rows, launch.rank, launch.warps, launch.stages, launch.pdl, *constants)
+    return (launch.rows, launch.rank, launch.adapters, launch.warps, launch.stages, launch.pdl, *constants)
 
 
-def _limits(plan: Plan) -> dict[str, int]:
+def _limits(plan: Plan) -> dict[str, int | bool]:
     decode, prefill = plan.decode.buckets, plan.prefill.buckets
     requests = max((*decode, plan.prefill.max_requests if prefill else 0, 1))
     return {
         "rows": max((*decode, *prefill, 1)),
         "requests": requests,
+        "streams": plan.decode.streams,
+        "agree": plan.agree,
         "slots_block": max(2, 1 << (plan.slots - 1).bit_length()),
     }
 

@@ -16,11 +16,12 @@ def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -
     its slots changed, ShapeError for tensors that do not fit.
     """
     spec = step.layout.by_name.get(module) or _unknown(module, step)
-    batch, slot = step.enter(module, layer)
-    rows = _rows(x, spec, step, batch)
-    target = _target(y, rows.shape[0], spec, step)
-    if batch.adapters:
-        step.backend.ADD[module](rows, target, slot, batch, step.scratch)
+    with step.launching():
+        batch, slot = step.enter(module, layer)
+        rows = _rows(x, spec, step, batch)
+        target = _target(y, rows.shape[0], spec, step)
+        if batch.adapters:
+            step.backend.ADD[module](rows, target, slot, batch, step.scratch)
     return y
 
 
@@ -40,16 +41,17 @@ def linear(
             f"{module}: weight is {list(weight.shape)} with strides {weight.stride()}, expected contiguous "
             f"[{spec.out_features}, {spec.in_features}]"
         )
-    batch, slot = step.enter(module, layer)
-    rows = _rows(x, spec, step, batch)
-    return owned(rows, weight, slot, batch, step.scratch).view(*x.shape[:-1], spec.out_features)
+    with step.launching():
+        batch, slot = step.enter(module, layer)
+        rows = _rows(x, spec, step, batch)
+        return owned(rows, weight, slot, batch, step.scratch).view(*x.shape[:-1], spec.out_features)
 
 
 def _rows(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tensor:
     """x as [rows, in_features] with rows that start on 16 bytes; copied where it is laid out otherwise."""
     if spec.kind == "embedding":
-        ids = x.reshape(-1)
-        return _sized(ids if ids.dtype == torch.int64 else ids.long(), spec, batch)
+        # the last token of each row of a batch is strided, and the kernels step from one id to the next
+        return _sized(x.reshape(-1).to(torch.int64).contiguous(), spec, batch)
     if x.dtype != step.slots.dtype or x.shape[-1] != spec.in_features or x.device != step.device:
         raise ShapeError(
             f"{spec.name}: x is {list(x.shape)} {x.dtype} on {x.device}, expected [..., {spec.in_features}] "

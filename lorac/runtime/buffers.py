@@ -35,7 +35,9 @@ class Buffers:
             self.stream = torch.cuda.Stream(device)
             self.staging = torch.empty(0, dtype=torch.uint8, device=device)
             self._committed = torch.cuda.Event()
-            self._read: dict[int, torch.cuda.Event] = {}  # by stream: the end of the last step that could read slots
+            self._commits = 0
+            # by handle: streams whose steps may read slots, with the commits each has waited for
+            self._readers: dict[int, tuple[torch.cuda.Stream, int]] = {}
             self.stream.wait_stream(torch.cuda.current_stream(device))
             self._committed.record(self.stream)
 
@@ -72,21 +74,22 @@ class Buffers:
             self._write(slot, blocks, staged)
             return
         with torch.cuda.stream(self.stream):
-            for event in self._read.values():
-                self.stream.wait_event(event)
+            for reader, _ in self._readers.values():
+                self.stream.wait_stream(reader)
             self._write(slot, blocks, staged)
             self._committed.record(self.stream)
+            self._commits += 1
 
     def before_step(self, stream: "torch.cuda.Stream | None") -> None:
-        """Make `stream` (None: the current one) wait for what has been committed."""
-        if self._cuda:
-            (stream or torch.cuda.current_stream(self.device)).wait_event(self._committed)
+        """Let `stream` (None: the current one) read slots: it waits for what has been committed, commits wait for it.
 
-    def after_step(self, stream: "torch.cuda.Stream | None") -> None:
-        """Make the next commit wait for what `stream` (None: the current one) has been given so far."""
+        Steps are many and commits few: what a step has enqueued when a commit comes is what the commit waits for.
+        """
         if self._cuda:
             stream = stream or torch.cuda.current_stream(self.device)
-            self._read.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
+            if self._readers.get(stream.cuda_stream, (stream, 0))[1] != self._commits:
+                stream.wait_event(self._committed)
+            self._readers[stream.cuda_stream] = (stream, self._commits)
 
     def _write(self, slot: int, blocks: tuple[Block, ...], staged: torch.Tensor | None) -> None:
         old, new = self._extents[slot], {block.module.name: block.rank for block in blocks}

@@ -1,11 +1,12 @@
 """Launching generated kernels: a closed set of configurations, each compiled once per device, called with little ceremony.
 
 A launch through Triton's own dispatcher costs 5 to 7 µs of host time, most of it re-deriving a specialisation that the
-plan has fixed; a compiled kernel called directly costs about 1 µs.
+plan has fixed; a compiled kernel called directly costs well under one.
 """
 
 import torch
 import triton
+from triton.runtime.driver import driver
 
 from lorac.runtime.errors import CaptureError, PackageError
 
@@ -17,6 +18,7 @@ _ELEMENT = {
     "i64": torch.int64,
 }
 _SCALAR = {"i32": 7, "i64": 7}  # any value: integers are never specialised on
+ANY = -1  # adapters of a launch that serves any number of them
 
 
 def interpreted() -> bool:
@@ -24,26 +26,40 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division of whole numbers. Triton's own costs microseconds on the host."""
+    return -(-a // b)
+
+
 class Launch:
-    """One configuration: serves up to `rows` rows (0: any number) and adapters of up to `rank`.
+    """One configuration: up to `rows` rows (0: any number), rank up to `rank`, up to `adapters` adapters (ANY: any number).
 
     Block sizes are attributes: `launch.BLOCK_M`.
     """
 
-    def __init__(self, rows: int, rank: int, warps: int, stages: int, pdl: bool, constants: dict[str, int]):
-        self.rows, self.rank, self.constants = rows, rank, constants
+    def __init__(self, rows: int, rank: int, adapters: int, warps: int, stages: int, pdl: bool, constants: dict[str, int]):
+        self.rows, self.rank, self.adapters, self.pdl, self.constants = rows, rank, adapters, pdl, constants
         # FP fusion is stated, for its default changes between Triton's versions
         self.options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-        if pdl:
-            self.options["launch_pdl"] = True
         self.__dict__.update(constants)
+
+    def specialised(self, dependent: bool) -> tuple[dict[str, int], dict]:
+        """(constants, options) for a device that has dependent launches, or has not."""
+        pdl = self.pdl and dependent
+        constants = self.constants | ({"PDL": int(pdl)} if "PDL" in self.constants else {})
+        return constants, self.options | ({"launch_pdl": True} if pdl else {})
+
+    def serves(self, rows: int, rank: int, adapters: int) -> bool:
+        """Whether a batch is within this launch's bounds."""
+        within = rank <= self.rank and (rows <= self.rows or not self.rows)
+        return within and (adapters <= self.adapters or self.adapters == ANY)
 
 
 class Kernel:
     """A generated kernel: its function, the types of its arguments in order, and a table of launch configurations."""
 
     def __init__(self, function, arguments: dict[str, str], constants: tuple[str, ...], launches: tuple[tuple, ...]):
-        """`launches` has a row per configuration: rows, rank, warps, stages, pdl, then the constants in order.
+        """`launches` has a row per configuration: rows, rank, adapters, warps, stages, pdl, then the constants in order.
 
         Raises PackageError where the function's parameters are not the arguments and constants, in that order.
         """
@@ -51,47 +67,69 @@ class Kernel:
         self.name = function.fn.__name__
         self.sealed = False
         if list(function.arg_names) != [*arguments, *constants]:
-            raise PackageError(
-                f"kernel {self.name} takes {function.arg_names}, but is passed {[*arguments, *constants]}"
-            )
-        self.launches = tuple(Launch(*row[:5], dict(zip(constants, row[5:], strict=True))) for row in launches)
-        self._compiled: dict[tuple[int, int], object] = {}
+            expected = [*arguments, *constants]
+            raise PackageError(f"kernel {self.name} takes {function.arg_names}, but is passed {expected}")
+        self.launches = tuple(Launch(*row[:6], dict(zip(constants, row[6:], strict=True))) for row in launches)
+        self._compiled: dict[tuple[Launch, int], _Compiled] = {}
 
-    def pick(self, rows: int, rank: int) -> Launch:
-        """The configuration for a batch of `rows` rows whose adapters have at most rank `rank`."""
+    def pick(self, rows: int, rank: int, adapters: int = 0) -> Launch:
+        """The first configuration for `rows` rows and `adapters` adapters of rank up to `rank`."""
         for launch in self.launches:
-            if rank <= launch.rank and (rows <= launch.rows or not launch.rows):
+            if launch.serves(rows, rank, adapters):
                 return launch
-        raise PackageError(f"kernel {self.name} has no configuration for rank {rank}")
+        raise PackageError(f"kernel {self.name} has no configuration for {rows} rows, {adapters} adapters of rank {rank}")
 
     def run(self, launch: Launch, grid: tuple[int, ...], **arguments) -> None:
         """Launch on the current stream. Arguments are named, in the order of the kernel's signature."""
         if not all(grid):
             return
         if interpreted():
-            self.function[grid](**arguments, **launch.constants)
+            self.function[grid](**arguments, **launch.specialised(False)[0])
             return
         device = torch.cuda.current_device()
-        compiled = self._compiled.get((id(launch), device))
+        compiled = self._compiled.get((launch, device))
         if compiled is None:
             if list(arguments) != list(self.arguments):
                 raise PackageError(f"kernel {self.name} takes {list(self.arguments)}, not {list(arguments)}")
             compiled = self.compile(launch)
-        compiled[(*grid, 1, 1)[:3]](*arguments.values(), *launch.constants.values())
+        compiled.run(grid, device, arguments.values())
 
-    def compile(self, launch: Launch) -> object:
+    def compile(self, launch: Launch) -> "_Compiled":
         """Compile one configuration for the current device without running it; later launches reuse it.
 
         Raises CaptureError while a graph is captured (loading a module there is illegal) and PackageError once sealed.
         """
         device = torch.cuda.current_device()
         if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
-                f"{self.name} would be compiled inside a capture: run the batch once before capturing it"
-            )
+            raise CaptureError(f"{self.name} would be compiled inside a capture: run the batch once before capturing it")
         if self.sealed:
             raise PackageError(f"{self.name} would be compiled after the package was sealed: call warm() before seal()")
+        dependent = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+        constants, options = launch.specialised(dependent)
         values = [_ELEMENT[of[1:]] if of.startswith("*") else _SCALAR[of] for of in self.arguments.values()]
-        compiled = self.function.warmup(*values, grid=(1,), **launch.constants, **launch.options)
-        self._compiled[id(launch), device] = compiled
-        return compiled
+        compiled = self.function.warmup(*values, grid=(1,), **constants, **options)
+        self._compiled[launch, device] = _Compiled(compiled, tuple(constants.values()), launch.pdl and dependent)
+        return self._compiled[launch, device]
+
+
+class _Compiled:
+    """A compiled kernel with its constants, ready to be called."""
+
+    def __init__(self, compiled, constants: tuple[int, ...], pdl: bool):
+        compiled._init_handles()
+        self.compiled, self.constants, self.pdl = compiled, constants, pdl
+
+    def run(self, grid: tuple[int, ...], device: int, arguments) -> None:
+        """What `compiled[grid](*arguments)` does, less its per-call bookkeeping; hooks of profilers take that way."""
+        compiled = self.compiled
+        if self.pdl:
+            # Dependent launches overlap in captured graphs alone: what a kernel reads before its wait (metadata, slots)
+            # was written before the graph began. Between eager launches it may be the previous kernel's output.
+            compiled.run.launch_pdl = torch.cuda.is_current_stream_capturing()
+        if triton.knobs.runtime.launch_enter_hook.calls:
+            compiled[(*grid, 1, 1)[:3]](*arguments, *self.constants)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        handles = (compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(x, y, z, stream, *handles, *arguments, *self.constants)

@@ -45,7 +45,7 @@ class Module:
     sharding: str  # column | row | replicated
     experts: ExpertLayout | None = None
 
-    @property
+    @cached_property
     def out_features(self) -> int:
         """Output features on this rank, all slices."""
         return sum(part.width for part in self.slices)

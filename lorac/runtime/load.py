@@ -24,7 +24,10 @@ def load(folder: str | Path) -> ModuleType:
     Raises PackageError for a folder that is no package, or whose files are not those its manifest lists.
     """
     folder = Path(folder).resolve()
-    sources, digest = _read(folder)
+    try:
+        sources, digest = _read(folder)
+    except PackageError:
+        sources, digest = _read(folder)  # a build may have swapped the package between two files
     name = f"lorac_package_{folder.name}_{digest[:16]}"
     if name not in sys.modules:
         finder = _Finder(name, folder, sources)

@@ -15,6 +15,11 @@ MAPS = 2
 UNCUT = 2**30  # a chunk no batch reaches: one segment per adapter
 
 
+def round_up(count: int) -> int:
+    """The next multiple of 16."""
+    return -(-count // 16) * 16
+
+
 @dataclass
 class RowMap:
     """One map's tensors, int32. Kernels take these; entries past the batch are -1 (slots) or empty (segments)."""
@@ -24,33 +29,37 @@ class RowMap:
     seg_slot: torch.Tensor  # [segments] slot per segment, -1 unused
     seg_start: torch.Tensor  # [segments] first position in `order`
     seg_end: torch.Tensor  # [segments] one past the last position
-    active: torch.Tensor  # [slots] distinct slots ascending, -1 after them
+    active: torch.Tensor  # [slots, rounded up] distinct slots ascending, -1 after them
 
 
 class Metadata:
     """Room for `rows` rows, `requests` requests and `segments` segments, on one device."""
 
     def __init__(self, rows: int, requests: int, segments: int, slots: int, device: torch.device):
+        # every tensor starts on 64 bytes: kernels are compiled for aligned pointers
+        rows, segments = round_up(rows), round_up(segments)
         self.rows, self.requests, self.segments, self.slots = rows, requests, segments, slots
         self.device = device
-        sizes = (rows, rows, segments, segments, segments, slots)
+        sizes = (rows, rows, segments, segments, segments, round_up(slots))
         self.tensors = torch.full((MAPS, sum(sizes)), -1, dtype=torch.int32, device=device)
         self.maps = tuple(RowMap(*self.tensors[m].split(sizes)) for m in range(MAPS))
         self.table = 2 * requests + 1  # slots, then starts, of one map
         self.packed = torch.zeros(MAPS * (HEADER + self.table), dtype=torch.int32, device=device)
         self._staging = [_Staging(self.packed)]
 
-    def write(self, maps: list[tuple[list[int], list[int], int, int]]) -> None:
+    def write(self, maps: list[tuple[array, array, int, int]]) -> None:
         """Send (slot per request, start per request and end, rows, chunk) of each map: one asynchronous copy."""
         staging = self._free_staging()
         view = staging.view
-        for m in range(MAPS):
-            slots, starts, rows, chunk = maps[m] if m < len(maps) else ((), (0,), 0, UNCUT)
-            view[m * HEADER : m * HEADER + 3] = array("i", (len(slots), rows, chunk))
+        header = array("i", (0, 0, UNCUT, 0) * MAPS)
+        for m, (slots, starts, rows, chunk) in enumerate(maps):
+            requests = len(slots)
+            header[m * HEADER : m * HEADER + 3] = array("i", (requests, rows, chunk))
             at = MAPS * HEADER + m * self.table
-            view[at : at + len(slots)] = array("i", slots)
+            view[at : at + requests] = slots
             at += self.requests
-            view[at : at + len(starts)] = array("i", starts)
+            view[at : at + requests + 1] = starts
+        view[: MAPS * HEADER] = header
         self.packed.copy_(staging.tensor, non_blocking=True)
         staging.sent()
 

@@ -3,8 +3,8 @@
 import importlib
 from types import ModuleType
 
-from lorac.runtime.apply import add, linear
 from lorac.runtime.errors import PackageError
+from lorac.runtime.ops import add, linear
 from lorac.runtime.slots import Slots
 from lorac.runtime.step import Step
 

@@ -189,22 +189,15 @@ class Slots:
             self._residents.release(slots)
 
     def before_step(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Make `stream` wait for what was committed. `lock` is to be held from here to `after_step`; see `reading`."""
+        """Order `stream` (None: the current one) with commits. `lock` is to be held until the step's launches are made."""
         self._buffers.before_step(stream)
-
-    def after_step(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Keep later commits from overtaking what `stream` has been given."""
-        self._buffers.after_step(stream)
 
     @contextmanager
     def reading(self, stream: "torch.cuda.Stream | None" = None) -> Iterator[None]:
         """A step's launches on `stream` (None: the current one) go inside: no slot changes between them."""
         with self.lock:
             self.before_step(stream)
-            try:
-                yield
-            finally:
-                self.after_step(stream)
+            yield
 
     # --- inside
 

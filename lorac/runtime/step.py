@@ -1,10 +1,12 @@
 """One step of a model: which rows belong to which adapter, told to the device once, and a ticket for what may be replayed."""
 
+import functools
 import itertools
+import weakref
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,8 +20,7 @@ from lorac.runtime.metadata import UNCUT, Metadata, RowMap
 from lorac.runtime.segments import Grid, Segments, decode_grid, prefill_grid, segment_slots
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """What the generated `admit` decided: the variant, and the bucket of the graph or, with bucket 0, why not."""
 
     bucket: int
@@ -28,8 +29,7 @@ class Admission:
     cause: str = ""  # the reason without its numbers, for counting
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """The right to run one prepared batch; `reason` says why it runs eagerly when it has no bucket."""
 
     serial: int
@@ -47,8 +47,7 @@ class Ticket:
     cause: str = ""  # the reason without its numbers, for counting
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What kernel launches read on the host. Tensors are in `map`; nothing here changes between replays of a graph."""
 
     phase: str
@@ -59,6 +58,15 @@ class Batch:
     map: RowMap
     rows: int  # live rows
     padded: int  # rows of the bucket, or the live rows
+
+
+_numbers = itertools.count()
+_steps: "weakref.WeakValueDictionary[int, Step]" = weakref.WeakValueDictionary()
+
+
+def step_of(number: int) -> "Step":
+    """The step of that number: a trace of torch.compile names steps so."""
+    return _steps[number]
 
 
 class Scratch(Protocol):
@@ -84,6 +92,45 @@ class PackageTables(Protocol):
     def admit(backend: str, phase: str, rows: int, requests: int, adapters: int, rank: int) -> Admission: ...
 
 
+def starts_of(rows: list[int]) -> array:
+    """Where each request's rows begin, and the end of the last."""
+    return array("i", (0, *itertools.accumulate(rows)))
+
+
+@functools.lru_cache(maxsize=1024)
+def even_starts(requests: int, rows: int) -> array:
+    """`starts_of` requests of so many rows each."""
+    return array("i", range(0, requests * rows + 1, rows))
+
+
+class Launching:
+    """What `Step.launching` returns: the outermost one holds the slots' lock."""
+
+    __slots__ = ("outermost", "step")
+
+    def __init__(self, step: "Step"):
+        self.step, self.outermost = step, False
+
+    def __enter__(self) -> None:
+        step = self.step
+        # a graph's batch has no ticket: its slots are read by replays
+        if step.inside or step.ticket is None or capturing():
+            return
+        step.slots.lock.acquire()
+        try:
+            step.slots.before_step()
+            step.check(step.ticket)
+        except BaseException:
+            step.slots.lock.release()
+            raise
+        step.inside = self.outermost = True
+
+    def __exit__(self, *_) -> None:
+        if self.outermost:
+            self.step.inside = self.outermost = False
+            self.step.slots.lock.release()
+
+
 class Step:
     """The metadata of one stream of steps. Device tensors are allocated here, once, and refreshed in place."""
 
@@ -97,6 +144,8 @@ class Step:
             raise PackageError(f"package {tables.LAYOUT.name} is built for {tables.STREAMS} streams; there is no stream {stream}")
         self.tables, self.slots, self.backend_name, self.backend = tables, slots, backend_name, backend
         self.stream = stream
+        self.number = next(_numbers)
+        _steps[self.number] = self
         self.agreement = Agreement(group) if tables.AGREE else None
         self.layout: Layout = tables.LAYOUT
         self.segments = tables.SEGMENTS[backend_name]
@@ -110,6 +159,7 @@ class Step:
         self._outgrown: list[torch.Tensor] = []
         self._serials = itertools.count(1)
         self._in_use: tuple[int, ...] = ()
+        self.inside = False  # of `launching`
         self._engine: Engine | None = None
 
     def prepare(self, rows: list, *, rows_per_request: int = 1) -> Ticket:
@@ -118,11 +168,7 @@ class Step:
         One asynchronous copy and at most one kernel launch; the host never waits for the device. Raises SlotError for an
         adapter that is in no slot.
         """
-        if rows_per_request == 1:
-            starts = list(range(len(rows) + 1))
-        else:
-            starts = list(range(0, len(rows) * rows_per_request + 1, rows_per_request))
-        return self._prepare("decode", rows, starts, None, rows_per_request)
+        return self._prepare("decode", rows, even_starts(len(rows), rows_per_request), None, rows_per_request)
 
     def prepare_prefill(self, requests: list[tuple[str | None, int]], logits: list[int] | None = None) -> Ticket:
         """Describe a prefill batch: (adapter name or None, tokens) per request, in the order of the rows.
@@ -137,18 +183,32 @@ class Step:
 
     def prepare_slots(self, phase: str, slots: list[int], rows: list[int], logits: list[int] | None = None) -> Ticket:
         """As the other `prepare` methods, with requests named by slot number (-1: base) and their rows."""
-        starts = [0, *itertools.accumulate(rows)]
-        return self._admit(phase, slots, starts, logits and [0, *itertools.accumulate(logits)], 1)
+        with self.slots.lock:
+            held = tuple(sorted(set(slots) - {-1}))
+            return self._admit(phase, array("i", slots), held, starts_of(rows), logits and starts_of(logits), 1)
+
+    def finish(self) -> None:
+        """Withdraw the ticket: its batch is over, and its adapters may make room for the next one's."""
+        with self.slots.lock:
+            self.ticket, self.batch, self.logits = None, None, None
+            self.slots.release(self._in_use)
+            self._in_use = ()
+
+    def launching(self) -> "Launching":
+        """Launches of the prepared batch go inside, on the current stream: until it ends no slot changes.
+
+        `add` and `linear` enter it for themselves. Around a whole forward it makes that cheaper, and spares it the
+        TicketError of an adapter replaced halfway. Raises TicketError as `check`.
+        """
+        return Launching(self)
 
     def enter(self, module: str, layer: int) -> tuple[Batch, tuple[torch.Tensor, ...]]:
-        """The current batch and the slot tensors (a, b, rank, scale) of one instance of a module.
+        """The current batch and the slot tensors (a, b, rank, scale) of one instance of a module; inside `launching`.
 
-        Raises TicketError where no batch was prepared, or a slot of it has changed since.
+        Raises TicketError where no batch was prepared.
         """
         if self.batch is None:
             raise TicketError("no batch was prepared: call step.prepare(...) before the forward pass")
-        if self.ticket is not None:
-            self.check(self.ticket)
         batch = self.logits if module == "lm_head" else self.batch
         if batch is None:
             raise CaptureError("lm_head does not belong in a prefill graph: call it on the rows the graph returned")
@@ -195,8 +255,8 @@ class Step:
         adapters, rank = self.tables.VARIANTS[variant]
         requests = bucket // rows_per_request if phase == "decode" else grid.requests
         count = min(adapters, requests)
-        slots = [i % count if count else -1 for i in range(requests)]
-        starts = [i * bucket // requests for i in range(requests + 1)]
+        slots = array("i", (i % count if count else -1 for i in range(requests)))
+        starts = array("i", (i * bucket // requests for i in range(requests + 1)))
         self.ticket, self.batch, self.logits = None, None, None
         tokens = (slots, starts, bucket, grid.chunk or UNCUT)
         self._route(phase, self.metadata, [tokens, tokens])
@@ -221,41 +281,55 @@ class Step:
             self._engine = engine_for(self.device)
         return self._engine
 
+    def on_device(self):
+        """The model's device need not be the current one; to make it so costs a microsecond."""
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
+
     def _prepare_requests(self, phase: str, requests: list[tuple[str | None, int]], logits: list[int] | None) -> Ticket:
         names = [name for name, _ in requests]
-        starts = [0, *itertools.accumulate(tokens for _, tokens in requests)]
-        if any(tokens < 1 for _, tokens in requests):
+        tokens = [count for _, count in requests]
+        if min(tokens, default=1) < 1:
             raise ShapeError("every request needs at least one token: leave finished requests out")
-        counts = [1] * len(requests) if logits is None else logits
-        if len(counts) != len(requests) or min(counts, default=0) < 0:
-            raise ShapeError(f"logits lists {len(counts)} counts for {len(requests)} requests")
-        return self._prepare(phase, names, starts, [0, *itertools.accumulate(counts)], 1)
+        if logits is None:
+            return self._prepare(phase, names, starts_of(tokens), even_starts(len(requests), 1), 1)
+        if len(logits) != len(requests) or min(logits, default=0) < 0:
+            raise ShapeError(f"logits lists {len(logits)} counts for {len(requests)} requests")
+        return self._prepare(phase, names, starts_of(tokens), starts_of(logits), 1)
 
     def _prepare(
-        self, phase: str, names: list, starts: list[int], logit_starts: list[int] | None, rows_per_request: int
+        self, phase: str, names: list, starts: array, logit_starts: array | None, rows_per_request: int
     ) -> Ticket:
         if not names and self.agreement is None:
             raise ShapeError("a batch needs at least one request")
-        try:
-            lookup = {name: self.slots.slot_of(name) for name in set(names) if name is not None}
-        except Exception:
-            if self.agreement is not None:
-                self.agreement.withdraw()  # the other ranks wait for this one's answer
-            raise
-        lookup[None] = -1
-        return self._admit(phase, [lookup[name] for name in names], starts, logit_starts, rows_per_request)
+        with self.slots.lock:  # no slot changes between finding the adapters and counting this batch as their user
+            distinct = set(names)
+            distinct.discard(None)
+            try:
+                lookup = {name: self.slots.slot_of(name) for name in distinct}
+            except Exception:
+                if self.agreement is not None:
+                    self.agreement.withdraw()  # the other ranks wait for this one's answer
+                raise
+            held = tuple(sorted(lookup.values()))
+            lookup[None] = -1
+            slots = array("i", map(lookup.__getitem__, names))
+            return self._admit(phase, slots, held, starts, logit_starts, rows_per_request)
 
     def _admit(
-        self, phase: str, slots: list[int], starts: list[int], logit_starts: list[int] | None, rows_per_request: int
-    ) -> Ticket:
-        held = tuple(sorted(set(slots) - {-1}))
+        self, phase: str, slots: array, held: tuple[int, ...], starts: array, logit_starts: array | None,
+        rows_per_request: int,
+    ) -> Ticket:  # fmt: skip
         rank = max((self.slots.slot_rank(slot) for slot in held), default=0)
         rows, requests = starts[-1], len(slots)
-        question = Question(phase, rows, requests, len(held), rank, rows_per_request)
+        asked = Question(phase, rows, requests, len(held), rank, rows_per_request)
         if self.agreement is not None:
-            question = self.agreement.settle(question)
-            phase = question.phase
-        admission = self._answer(question)
+            asked = self.agreement.settle(asked)
+        phase, rows_per_request = asked.phase, asked.rows_per_request
+        admission = self.tables.admit(self.backend_name, phase, asked.rows, asked.requests, asked.adapters, asked.rank)
+        if asked.refused:
+            admission = Admission(0, admission.variant, asked.refused, asked.refused)
         self._install(phase, slots, starts, logit_starts, admission, held)
         generations = tuple(self.slots.slot_generation[slot] for slot in held)
         self.ticket = Ticket(
@@ -266,11 +340,6 @@ class Step:
         self.slots.use(held)
         self._in_use = held
         return self.ticket
-
-    def _answer(self, question: Question) -> Admission:
-        of = question
-        admission = self.tables.admit(self.backend_name, of.phase, of.rows, of.requests, of.adapters, of.rank)
-        return replace(admission, bucket=0, reason=of.refused, cause=of.refused) if of.refused else admission
 
     def _install(self, phase: str, slots, starts, logit_starts, admission: Admission, held: tuple[int, ...]) -> None:
         """Send the batch to the device and keep what launches need on the host."""
@@ -300,7 +369,11 @@ class Step:
         return prefill_grid(self.segments, rows, adapters or 1, requests)
 
     def _route(self, phase: str, metadata: Metadata, maps: list) -> None:
-        metadata.write(maps)
+        with self.on_device():
+            metadata.write(maps)
+            self._derive(phase, metadata, maps)
+
+    def _derive(self, phase: str, metadata: Metadata, maps: list) -> None:
         # a decode batch has one request per row: by request, its rows are merged by adapter instead
         by_request = self.segments.by == "request" and phase != "decode"
         if self.device.type == "cuda" or interpreted():

@@ -47,7 +47,7 @@ class Tile(_Declared):
 
 
 class Scratch(_Declared):
-    """A scratch buffer: the product of named dimensions: rows, columns (slices x rank), out, slots, or a block size."""
+    """A scratch buffer: the product of named dimensions: rows, columns (slices x rank), active, out, slots, or a block size."""
 
     dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")
     shape: tuple[Identifier, ...] = Field(min_length=1, description="dimensions, by name")
@@ -63,7 +63,9 @@ class Kernel(_Declared):
     arguments: dict[Identifier, StrictStr] = Field(
         description="arguments in order: name to type, *dtype for the spec's"
     )
-    constants: tuple[Identifier, ...] = Field(description="constexpr arguments in order; RANK is the variant's bound")
+    constants: tuple[Identifier, ...] = Field(description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL the launch option")
+    max_rows: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many rows alone")
+    base: StrictBool = Field(False, description="computes the base as well, so that it is launched without adapters too")
     when_split: tuple[Identifier, ...] = Field((), description="arguments only a kernel that splits K takes")
     dims: dict[Identifier, Literal["rows", "rank", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
@@ -75,6 +77,14 @@ class Kernel(_Declared):
         default_factory=dict, description="device memory it needs between launches"
     )
     tiles: tuple[Tile, ...] = Field(min_length=1, description="launch configurations; the last serves everything")
+
+
+class Note(_Declared):
+    """A decision a user should know of, with its reason."""
+
+    subject: StrictStr
+    outcome: StrictStr
+    reason: StrictStr
 
 
 class Declaration(_Declared):
@@ -91,7 +101,10 @@ class Declaration(_Declared):
     dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...] = ("float32", "float16", "bfloat16")
     architectures: tuple[StrictStr, ...] = Field((), description="targets it compiles for; empty: any")
     max_rank: StrictInt = Field(512, ge=1, description="largest rank its kernels take")
+    ranks: tuple[StrictInt, ...] = Field((), description="the only values of max_rank it takes; empty: any")
+    multiple: StrictInt = Field(1, ge=1, description="input and output features it takes are multiples of this")
     owns_base: StrictBool = Field(False, description="it computes the base GEMM itself in `linear`")
+    notes: tuple[Note, ...] = Field((), description="decisions the backend takes for every spec")
     parameters: dict[Identifier, Parameter] = Field(default_factory=dict)
     kernels: dict[Identifier, Kernel] = Field(default_factory=dict)
     operators: dict[StrictStr, StrictStr] = Field(

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from lorac.errors import Problem, SpecError
 from lorac.resources import templates_folder
 
-from .backend import Declaration
+from .backend import Declaration, declaration_path
 from .load import SpecFile
 from .source import read_source
 from .wording import problems_of
@@ -24,7 +24,7 @@ class BackendFolder:
 
 
 def find_folders(file: SpecFile) -> dict[str, BackendFolder]:
-    """The folder of every backend block. Raises SpecError for kinds there is no folder for, or declarations at fault."""
+    """The folder of every backend block. Raises SpecError for kinds without a folder, or declarations at fault."""
     folders, problems = {}, []
     for block, backend in file.spec.backends.items():
         kind = backend.kind or block
@@ -40,7 +40,7 @@ def find_folders(file: SpecFile) -> dict[str, BackendFolder]:
 
 def read_declaration(folder: Path) -> Declaration:
     """A folder's `backend.yaml`. Raises SpecError with its problems placed in that file."""
-    source = read_source(folder / "backend.yaml")
+    source = read_source(declaration_path(folder))
     try:
         declaration = Declaration.model_validate(source.data)
     except ValidationError as error:
@@ -52,7 +52,7 @@ def read_declaration(folder: Path) -> Declaration:
 
 
 def _locate(base: Path, templates: str | None, kind: str, block: str) -> Path:
-    """The folder of a kind: below the block's `templates`, which must lie inside the spec's folder, else lorac's own."""
+    """The folder of a kind: below the block's `templates`, inside the spec's folder, or else among lorac's own."""
     own = templates_folder() / "backends"
     roots = [own]
     if templates is not None:
@@ -64,11 +64,12 @@ def _locate(base: Path, templates: str | None, kind: str, block: str) -> Path:
             )
         roots.insert(0, root)
     for root in roots:
-        if (root / kind / "backend.yaml").is_file():
+        if declaration_path(root / kind).is_file():
             return root / kind
     known = sorted(path.parent.name for root in roots for path in root.glob("*/backend.yaml"))
     near = difflib.get_close_matches(kind, known, 1)
     hint = (
         f"did you mean {near[0]!r}?" if near else "a new backend is a folder with a backend.yaml, named by `templates:`"
     )
-    raise SpecError([Problem(f"there is no backend {kind!r}", ("backends", block), ", ".join(known), hint)])
+    path = ("backends", block, "kind")
+    raise SpecError([Problem(f"there is no backend {kind!r}", path, f"one of {', '.join(known)}", hint)])

@@ -22,7 +22,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in every layer of `layers`: gate, up [intermediate, hidden] and down [hidden, intermediate]."""
+    """A mixture of experts in each of `layers`: gate, up [intermediate, hidden] and down [hidden, intermediate]."""
 
     count: int
     top_k: int
@@ -36,7 +36,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Shapes:
-    """One model. `fused` maps a fused layer to its parts in order; `stored_fused` names those the checkpoint itself fuses."""
+    """One model. `fused` maps a fused layer to its parts, in order; `stored_fused` are those the checkpoint fuses."""
 
     family: str  # Hugging Face's model_type, or "custom"
     hidden: int

@@ -9,6 +9,7 @@ import torch
 
 from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import interpreted
+from lorac.runtime.layout import Module
 from lorac.runtime.load import load
 from lorac.runtime.step import Step
 from lorac.verify.cases import Case, decode_cases, prefill_cases, smaller
@@ -48,11 +49,11 @@ def verify(
 ) -> Report:
     """Check a package on the device there is. Raises PackageError where no backend can run there.
 
-    `most_rows` leaves larger batches out; on a CPU 64 unless stated, for Triton's interpreter is slow.
+    `most_rows` leaves larger batches out; on a CPU 16 unless stated, for Triton's interpreter is slow.
     """
     package = load(folder)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    most = most_rows or (1 << 30 if device == "cuda" else 64)
+    most = most_rows or (1 << 30 if device == "cuda" else 16)
     rng, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     layers = {
         module.name: sorted({*(module.layers[:1] or (0,)), *module.layers[-1:]}) for module in package.LAYOUT.modules
@@ -62,25 +63,40 @@ def verify(
     report = Report(name, package.LAYOUT.dtype)
     steps = _steps(package, slots, backends or package.BACKENDS, device, report)
     cases = _cases(package, most, rng)
-    total = len(steps) * len(cases) * len(package.LAYOUT.modules)
-    done = 0
+    total, done = len(steps) * len(cases), 0
     for step in steps:
         for case in cases:
-            _prepare(step, case)
-            for module in package.LAYOUT.modules:
-                layer = rng.choice(layers[module.name])
-                outcome = check(package, step, module, layer, case, generator)
+            for module, layer, outcome in _run(step, case, package, layers, rng, generator):
                 _note(report, step, module.name, outcome)
                 if outcome.problem:
-                    again = lambda c, m=module, n=layer: _again(package, step, m, n, c, generator)  # noqa: E731
-                    least = _smallest(case, again)
-                    problem = again(least).problem or outcome.problem
-                    report.failures.append(
-                        f"{step.backend_name} {module.name} layer {layer}, {least.describe()}: {problem}"
-                    )
-                done += 1
+                    report.failures.append(_explain(step, case, package, module, layer, outcome, generator))
+            done += 1
             progress(done, total)
     return report
+
+
+def _run(step: Step, case: Case, package, layers: dict, rng: random.Random, generator: torch.Generator) -> list:
+    """One batch through every module, in one of the layers that were filled."""
+    _prepare(step, case)
+    outcomes = []
+    for module in package.LAYOUT.modules:
+        layer = rng.choice(layers[module.name])
+        outcomes.append((module, layer, check(package, step, module, layer, case, generator)))
+    return outcomes
+
+
+def _explain(
+    step: Step, case: Case, package, module: Module, layer: int, outcome: Outcome, generator: torch.Generator
+) -> str:
+    """A failure with the smallest input found that still shows it."""
+
+    def again(candidate: Case) -> Outcome:
+        _prepare(step, candidate)
+        return check(package, step, module, layer, candidate, generator)
+
+    least = _smallest(case, again)
+    problem = again(least).problem or outcome.problem
+    return f"{step.backend_name} {module.name} layer {layer}, {least.describe()}: {problem}"
 
 
 def _steps(package, slots, backends, device: str, report: Report) -> list[Step]:
@@ -118,11 +134,6 @@ def _prepare(step: Step, case: Case) -> None:
     else:
         rows = [rows for _, rows in case.requests]
         step.prepare_slots("prefill", [slot for slot, _ in case.requests], rows, logits=rows)
-
-
-def _again(package, step: Step, module, layer: int, case: Case, generator: torch.Generator) -> Outcome:
-    _prepare(step, case)
-    return check(package, step, module, layer, case, generator)
 
 
 def _smallest(case: Case, run: Callable[[Case], Outcome], budget: int = 200) -> Case:

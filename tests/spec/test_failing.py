@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lorac.errors import SpecError
 from lorac.compile import plan_spec
+from lorac.errors import SpecError
 
 FOLDER = Path(__file__).parent / "failing"
 CASES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

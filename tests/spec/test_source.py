@@ -105,7 +105,7 @@ def test_problems_are_placed_at_the_value_the_key_or_the_nearest_known_key(read)
     }
     placed = place([Problem("m", path) for path in places], source)
     assert [(problem.line, problem.column) for problem in placed] == list(places.values())
-    assert source.place(Problem("m", ("a", "c")), at_key=True).column == 3
+    assert source.place(Problem("m", ("a", "c"), at_key=True)).column == 3
     assert placed[0].source_line == "  c: 3"
     assert place(placed, source) == placed
 

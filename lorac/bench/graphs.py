@@ -1,0 +1,326 @@
+"""What CUDA graphs with LoRA cost and save, on one GPU: `python -m lorac.bench.graphs PACKAGE [--out FILE]`.
+
+A Llama of the package's shapes with random weights decodes and prefills, with lorac and without, as graphs and eagerly.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import lorac
+from lorac.bench.llama import DecodeForward, Llama, PrefillForward, filled_slots
+from lorac.bench.timing import capture, interleaved
+from lorac.runtime.graphs import Graphs
+from lorac.runtime.prefill import PrefillGraphs
+
+DECODE_ROWS = (1, 32, 256)
+PREFILL_TOKENS = 128
+
+
+class Bench:
+    """One package on one GPU. Each method measures some rows of the table."""
+
+    def __init__(self, package: ModuleType, backend: str, device: str = "cuda", layers: int = 0):
+        self.package, self.backend = package, backend
+        self.model = Llama(package, device, layers)
+        self.slots = filled_slots(package, device, ranks=[16, 64, 8, 32])
+        self.names = [str(slot) for slot in range(package.LAYOUT.slots)]
+        self.rows: list[dict] = []
+
+    def add(self, what: str, measured: float, unit: str, target: float | None = None, most: bool = True) -> None:
+        """One row; `target` is the most it may be, or the least."""
+        met = None if target is None else (measured <= target if most else measured >= target)
+        self.rows.append({"what": what, "measured": measured, "unit": unit, "target": target, "most": most, "met": met})
+        print(self.line(self.rows[-1]), flush=True)
+
+    @staticmethod
+    def line(row: dict) -> str:
+        """A row of the table as text."""
+        bound = "" if row["target"] is None else f"{'≤' if row['most'] else '≥'} {row['target']:g}"
+        verdict = {True: "met", False: "MISSED", None: ""}[row["met"]]
+        return f"{row['what']:<72} {row['measured']:>10.3f} {row['unit']:<6} {bound:>8} {verdict}"
+
+    def step(self):
+        """A new step, with a memory pool of its own."""
+        return self.package.Step(self.slots, self.backend)
+
+    def decode(self) -> None:
+        """nolora against the model without lorac, and the memory of a second variant."""
+        most = max(DECODE_ROWS)
+        memory = {}
+        for variants in (("lora",), ("nolora", "lora")):
+            step = self.step()
+            forward = DecodeForward(self.model, step, most)
+            graphs = self.package.DecodeGraphs(forward, step, forward.inputs(most))
+            graphs.table = tuple(entry for entry in graphs.table if entry[1] in variants)
+            before = settled(step)
+            graphs.capture()
+            memory[variants] = settled(step) - before
+            if variants == ("lora",):
+                del graphs, forward, step
+        one, both = memory.values()
+        self.add("decode: memory of one variant over all buckets", one / 1e9, "GB")
+        self.add("decode: memory of both variants against one", both / one, "x", 1.10)
+        plain = DecodeForward(self.model, None, most)
+        for rows in DECODE_ROWS:
+            inputs = plain.inputs(rows)
+            base = capture(lambda inputs=inputs: plain(**inputs), warmups=2)
+            served = [recording_of(graphs, rows, variant) for variant in ("nolora", "lora")]
+            step.prepare([None] * rows)  # neutral metadata, as a batch of base rows leaves it
+            base_time, nolora, _ = interleaved([base, *served], seconds=0.4)
+            step.prepare([self.names[row % len(self.names)] for row in range(rows)])
+            base_again, lora = interleaved([base, served[1]], seconds=0.4)
+            self.add(
+                f"decode {rows} rows: nolora replay against the model without lorac",
+                nolora.us / base_time.us,
+                "x",
+                1.01,
+            )
+            self.add(f"decode {rows} rows: base", base_time.us, "µs")
+            self.add(f"decode {rows} rows: {min(rows, 8)} adapters against base", lora.us / base_again.us, "x")
+
+    def prefill_speed(self) -> None:
+        """One request of 128 tokens with an adapter: replay against its kernels, and against eager."""
+        step = self.step()
+        forward = PrefillForward(self.model, step)
+        inputs = forward.inputs(PREFILL_TOKENS)
+        graphs = self.package.PrefillGraphs(forward, step, inputs)
+        graphs.capture([PREFILL_TOKENS])
+        forward.lengths = [PREFILL_TOKENS]
+        ticket = step.prepare_prefill([("1", PREFILL_TOKENS)])
+        replay = device_ms(lambda: graphs.run(ticket, inputs))
+        kernels = kernel_ms(lambda: graphs.run(ticket, inputs))
+
+        def eager():
+            with torch.no_grad(), step.launching():
+                forward(**inputs)
+
+        step.prepare_prefill([("1", PREFILL_TOKENS)])
+        self.add("prefill 128 tokens, one adapter: replay", replay, "ms")
+        self.add("prefill 128 tokens: replay against the sum of its kernels' times", replay / kernels, "x", 1.08)
+        self.add("prefill 128 tokens: eager of the same model against replay", device_ms(eager) / replay, "x")
+
+    def prefill_buckets(self, sizes: tuple[int, ...]) -> None:
+        """Eager against replay at buckets the rule keeps, filled, and with as few tokens as take the bucket."""
+        step = self.step()
+        forward = PrefillForward(self.model, step)
+        graphs = self.package.PrefillGraphs(forward, step, forward.inputs(max(sizes)))
+        graphs.capture(sizes)
+        buckets = sorted({bucket for bucket, _ in graphs.table})
+        worst = {"filled": (9.0, 0), "least filled": (9.0, 0)}
+        for size in sizes:
+            below = buckets[buckets.index(size) - 1] if size != buckets[0] else 0
+            for how, tokens in (("filled", size), ("least filled", below + 1)):
+                inputs = forward.inputs(tokens)
+                forward.lengths = [tokens]
+                ticket = step.prepare_prefill([("1", tokens)])
+                replay = device_ms(lambda t=ticket, i=inputs: graphs.run(t, i))
+                step.prepare_prefill([("1", tokens)])
+
+                def eager(inputs=inputs):
+                    with torch.no_grad(), step.launching():
+                        forward(**inputs)
+
+                worst[how] = min(worst[how], (device_ms(eager) / replay, size))
+        for how, (ratio, size) in worst.items():
+            target = 1.0 if how == "filled" else None
+            self.add(
+                f"prefill, {len(sizes)} buckets {how}: least eager against replay, at {size}", ratio, "x", target, False
+            )
+
+    def prefill_memory(self, largest: int, target: float) -> None:
+        """What LoRA adds to the memory of prefill graphs up to a bucket."""
+        used = {}
+        for with_lora in (False, True):
+            step = self.step()
+            forward = PrefillForward(self.model, step if with_lora else None)
+            inputs = forward.inputs(largest)
+            table = self.package.prefill.GRAPHS[self.backend]
+            if not with_lora:
+                table = tuple(entry for entry in table if entry[1] == "nolora")
+            graphs = PrefillGraphs(table, "breakable", forward, step, inputs)
+            buckets = [bucket for bucket in sorted({b for b, _ in table}) if bucket <= largest]
+            before = settled(step)
+            graphs.capture(buckets)
+            used[with_lora] = settled(step) - before
+            del graphs, forward, step
+        what = f"prefill, {len(buckets)} buckets up to {largest}: memory that LoRA adds"
+        self.add(what, (used[True] - used[False]) / 1e9, "GB", target)
+        self.add(f"prefill, {len(buckets)} buckets up to {largest}: memory without LoRA", used[False] / 1e9, "GB")
+
+    def prepare(self) -> None:
+        """Host time of `prepare`, and what it gives the device to do."""
+        step = self.step()
+        rows = [self.names[row % 8] if row % 5 else None for row in range(256)]
+        requests = [(self.names[i % 8] if i % 5 else None, 16) for i in range(64)]
+        cases = {
+            "prepare of 256 decode rows": (lambda: step.prepare(rows), 30),
+            "prepare of 64 prefill requests": (lambda: step.prepare_prefill(requests), 60),
+        }
+        for what, (run, target) in cases.items():
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                times = [host_us(run) for _ in range(300)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            kernels, copies = launched(run)
+            self.add(f"{what}: host time", statistics.median(times), "µs", target)
+            self.add(f"{what}: kernels", kernels, "", 1)
+            self.add(f"{what}: copies", copies, "", 1)
+
+    def transformers(self) -> None:
+        """The same prefill in a Llama of transformers, attached by lorac: eager against breakable graphs."""
+        from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+
+        from lorac.integrations.transformers import attach
+        from lorac.runtime.breakable import break_here
+
+        AttentionInterface.register("break", break_here(sdpa_attention_forward))
+        AttentionMaskInterface.register("break", sdpa_mask)
+        layout, own = self.package.LAYOUT, self.model
+        intermediate = layout.by_name["down_proj"].in_features
+        config = LlamaConfig(
+            hidden_size=layout.hidden, intermediate_size=intermediate, num_attention_heads=own.heads,
+            num_key_value_heads=own.kv_heads, head_dim=own.width, num_hidden_layers=layout.layers,
+            vocab_size=layout.vocab, tie_word_embeddings=False, attn_implementation="break",
+        )  # fmt: skip
+        with torch.device("cuda"):
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                model = LlamaForCausalLM(config).eval().requires_grad_(False)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        step = self.step()
+        handle = attach(model, self.package, self.slots, step)
+        tokens = torch.randint(0, layout.vocab, (1, PREFILL_TOKENS), device="cuda")
+
+        def eager():
+            with handle.rows(["1"]), torch.no_grad():
+                model(tokens, use_cache=False, logits_to_keep=1)
+
+        eager_ms = device_ms(eager)
+
+        def forward(ids, positions):
+            hidden = model.model(input_ids=ids.T, position_ids=positions.T, use_cache=False).last_hidden_state
+            return hidden[0]
+
+        inputs = [torch.zeros(PREFILL_TOKENS, 1, dtype=torch.int64, device="cuda") for _ in range(2)]
+        graphs = self.package.PrefillGraphs(forward, step, inputs)
+        graphs.capture([PREFILL_TOKENS])
+        positions = torch.arange(PREFILL_TOKENS, device="cuda")[:, None]
+
+        def served():
+            ticket = step.prepare_prefill([("1", PREFILL_TOKENS)])
+            hidden = graphs.run(ticket, [tokens.T, positions])
+            model.lm_head(hidden[-1:])
+
+        served_ms = device_ms(served)
+        self.add("prefill 128 tokens in transformers: eager", eager_ms, "ms")
+        self.add("prefill 128 tokens in transformers: eager against replay", eager_ms / served_ms, "x", 2.0, most=False)
+
+
+def recording_of(graphs: Graphs, bucket: int, variant: str):
+    """The captured graph of a bucket and variant."""
+    return next(found for key, found in graphs._recordings.items() if key[:2] == (bucket, variant))
+
+
+def settled(step) -> int:
+    """Device bytes in use once everything freed has been given back."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return step.engine.reserved()
+
+
+def host_us(run: Callable[[], object]) -> float:
+    """Host microseconds of one call on an idle device."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    return (time.perf_counter() - started) * 1e6
+
+
+def device_ms(run: Callable[[], object], repeats: int = 7) -> float:
+    """Milliseconds from the start of one call to the end of its work, the median of some; the device is idle before."""
+    run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times)
+
+
+def kernel_ms(run: Callable[[], object]) -> float:
+    """The sum of the times of everything one call runs on the device."""
+    return sum(event.device_time_total for event in _device_events(run)) / 1e3
+
+
+def launched(run: Callable[[], object]) -> tuple[int, int]:
+    """Kernels and copies of one call."""
+    names = [event.name.lower() for event in _device_events(run)]
+    copies = sum("memcpy" in name for name in names)
+    return len(names) - copies, copies
+
+
+def _device_events(run: Callable[[], object]) -> list:
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    return [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def main() -> None:
+    """Measure everything, print the table as it grows, and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("package", nargs="?", default="generated/graphs_bench")
+    parser.add_argument("--backend")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the package has, for a quick look")
+    parser.add_argument("--out", help="write the table as JSON")
+    arguments = parser.parse_args()
+    package = lorac.load(arguments.package)
+    bench = Bench(package, arguments.backend or package.BACKENDS[0], layers=arguments.layers)
+    print(
+        f"{torch.cuda.get_device_name()}, {package.LAYOUT.name}, backend {bench.backend}, {bench.model.layers} layers"
+    )
+    parts: dict[str, Callable[[], None]] = {
+        "prepare": bench.prepare,
+        "decode": bench.decode,
+        "prefill": bench.prefill_speed,
+        "buckets": lambda: bench.prefill_buckets((4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
+        "memory up to 1024": lambda: bench.prefill_memory(1024, 0.2),
+        "transformers": bench.transformers,
+        "memory up to 8192": lambda: bench.prefill_memory(8192, 0.8),
+    }
+    failed = {}
+    for name, measure in parts.items():
+        started = time.perf_counter()
+        try:
+            measure()
+        except Exception as error:  # one part that fails does not take the others' figures with it
+            failed[name] = f"{type(error).__name__}: {error}"
+            print(f"FAILED {name}: {failed[name]}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"  [{name}: {time.perf_counter() - started:.0f} s]", flush=True)
+        if arguments.out:
+            with open(arguments.out, "w") as file:
+                json.dump({"gpu": torch.cuda.get_device_name(), "rows": bench.rows, "failed": failed}, file, indent=1)
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The host's share of a step: preparing a batch, launching its kernels eagerly, and what the driver is asked to do."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from lorac.bench.workload import Workload
+from lorac.runtime.step import Step
+
+DECODE_ROWS = 256
+PREFILL_REQUESTS = 64
+_REPEATS = 200
+_COUNTED = 20
+_KINDS = {
+    "copies": ("cudaMemcpyAsync", "cudaMemcpy", "cuMemcpy"),
+    "kernels": ("cudaLaunchKernel", "cuLaunchKernel"),
+    "synchronisations": (
+        "cudaStreamSynchronize",
+        "cudaDeviceSynchronize",
+        "cudaEventSynchronize",
+        "cuStreamSynchronize",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """One call: host µs (the median) and, per call, copies, kernels and synchronisations the driver was asked for."""
+
+    backend: str
+    call: str
+    us: float
+    copies: float
+    kernels: float
+    synchronisations: float
+
+
+def host_times(workload: Workload, backend: str) -> list[HostTime]:
+    """prepare for a decode and a prefill batch, then add (and linear) of every module, launched eagerly."""
+    slots = workload.package.LAYOUT.slots
+    step = workload.package.Step(workload.slots, backend)
+    names = [str(row % slots) for row in range(DECODE_ROWS)]
+    requests = [(str(request % slots), 16) for request in range(PREFILL_REQUESTS)]
+    calls: dict[str, Callable[[], object]] = {
+        f"prepare, {DECODE_ROWS} decode rows": lambda: step.prepare(names),
+        f"prepare, {PREFILL_REQUESTS} prefill requests": lambda: step.prepare_prefill(requests),
+    }
+    times = [_timed(backend, call, run) for call, run in calls.items()]
+    step.prepare([str(row % slots) for row in range(16)])
+    return times + [_timed(backend, call, run) for call, run in _launches(workload, step).items()]
+
+
+def _launches(workload: Workload, step: Step) -> dict[str, Callable[[], object]]:
+    """add of every module on 16 rows, and linear where the backend owns the base layer."""
+    calls = {}
+    for name, layers in workload.layers.items():
+        x, layer = workload.inputs(name, step), layers[0]
+        y = workload.base(name, layer, step.batch.padded)
+        calls[f"add {name}"] = lambda name=name, layer=layer, x=x, y=y: workload.package.add(name, layer, x, y, step)
+        if name in getattr(step.backend, "LINEAR", {}):
+            calls[f"linear {name}"] = lambda name=name, layer=layer: workload.run(step, name, layer)
+    return calls
+
+
+def _timed(backend: str, call: str, run: Callable[[], object]) -> HostTime:
+    for _ in range(_COUNTED):
+        run()
+    samples = []
+    for _ in range(_REPEATS):
+        torch.cuda.synchronize()  # so that the launch queue, which is bounded, never holds the host up
+        begun = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - begun) * 1e6)
+    counts = _counts(run)
+    return HostTime(backend, call, median(samples), *(counts[kind] / _COUNTED for kind in _KINDS))
+
+
+def _counts(run: Callable[[], object]) -> dict[str, int]:
+    """Calls of the driver in some repeats, by kind. The profiler's own synchronisation comes after them."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.record_function("counted"):
+            for _ in range(_COUNTED):
+                run()
+    events = list(profile.events())
+    counted = next(event.time_range for event in events if event.name == "counted")
+    inside = [event.name for event in events if counted.start <= event.time_range.start < counted.end]
+    return {kind: sum(name.startswith(heads) for name in inside) for kind, heads in _KINDS.items()}

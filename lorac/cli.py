@@ -1,0 +1,52 @@
+"""The command line. Commands are modules of `lorac.commands`, imported when they are called.
+
+Exit status: 0 done, 1 a check failed, 2 a mistake in what the user gave.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+
+from lorac import __version__
+from lorac.errors import LoracError
+from lorac.runtime.errors import RuntimeFault
+
+COMMANDS = {
+    "build": "write packages from specs, or check them",
+    "explain": "show what a spec decides, and what it costs",
+    "schema": "print the JSON schema of specs, for editors",
+    "init": "write a first spec for a model's config.json",
+    "inspect": "show a PEFT adapter, and whether a spec can serve it",
+    "verify": "check a package against float64, on the device there is",
+    "tune": "search launch configurations on this GPU",
+    "bench": "measure what LoRA costs, beside other engines' kernels",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit status. Raises SystemExit(2) for unknown commands and options."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="lorac", description="Compiles a YAML spec into the LoRA layer of a deployment."
+    )
+    parser.add_argument("--version", action="version", version=f"lorac {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if arguments[:1] == [name]:
+            module = importlib.import_module(f"lorac.commands.{name}")
+            command.description, command.epilog = module.__doc__, f"example:\n  {module.EXAMPLE}"
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    parsed = parser.parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except (LoracError, RuntimeFault) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough; Python would complain again at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

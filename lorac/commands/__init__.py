@@ -1,0 +1,1 @@
+"""The commands, a module each: EXAMPLE, add_arguments(parser), run(args) -> exit status. Docstrings are the help."""

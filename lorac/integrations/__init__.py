@@ -1,0 +1,1 @@
+"""lorac inside other people's engines: each module serves one of them."""

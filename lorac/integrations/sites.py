@@ -1,0 +1,104 @@
+"""Where the modules of a package are in a Hugging Face model, and whether the two fit."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lorac.runtime.errors import ShapeError
+from lorac.runtime.layout import Layout, Module
+
+_MOST_SHOWN = 8  # misfits of one kind repeat in every layer
+
+
+@dataclass(frozen=True)
+class Site:
+    """One module of the package in one decoder layer (0 outside of them), and the model's layers that compute it.
+
+    There is one such layer, or one for each slice: the model has q_proj, k_proj and v_proj, the package qkv_proj.
+    """
+
+    module: Module
+    layer: int
+    parts: tuple[torch.nn.Module, ...]
+
+
+def find_sites(model: torch.nn.Module, layout: Layout, device: torch.device) -> list[Site]:
+    """Every module's sites. Raises ShapeError that lists where model and package do not fit."""
+    problems = _whole(model, layout)
+    decoder = model.get_decoder().layers
+    if len(decoder) != layout.layers:
+        problems.append(f"the model has {len(decoder)} layers, the package {layout.layers}")
+    sites = []
+    for module in layout.modules:
+        if module.experts is not None:
+            problems.append(
+                f"{module.name}: adapters on experts cannot be served here; leave it out of adapters.targets"
+            )
+            continue
+        for layer in module.layers or (0,):
+            if module.layers and layer >= len(decoder):
+                continue  # the number of layers has been reported
+            where = f"layer {layer}: " if module.layers else ""
+            parts = _parts(model, decoder[layer] if module.layers else None, module)
+            if parts is None:
+                problems.append(f"{where}the model has no {module.path}")
+                continue
+            problems += [where + text for text in _misfits(module, parts, device)]
+            sites.append(Site(module, layer, parts))
+    if problems:
+        problems = list(dict.fromkeys(problems))
+        more = [f"and {len(problems) - _MOST_SHOWN} more"] if len(problems) > _MOST_SHOWN else []
+        listed = "".join(f"\n  {text}" for text in problems[:_MOST_SHOWN] + more)
+        raise ShapeError(
+            f"package {layout.name} was not built for this {type(model).__name__}:{listed}\n"
+            "build it from a spec whose model.config is this model's config.json"
+        )
+    return sites
+
+
+def _whole(model: torch.nn.Module, layout: Layout) -> list[str]:
+    """What does not fit about the model as a whole."""
+    problems = []
+    if model.dtype != (dtype := getattr(torch, layout.dtype)):
+        problems.append(f"the model is in {model.dtype}, the package in {dtype}")
+    if (layout.tp, layout.ep) != (1, 1):
+        problems.append(f"the package is for tp {layout.tp} and ep {layout.ep}; a model in one process needs 1 and 1")
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        problems.append("PEFT has put adapters into the model, which would act twice; pass the base model alone")
+    return problems
+
+
+def _parts(
+    model: torch.nn.Module, decoder_layer: torch.nn.Module | None, module: Module
+) -> tuple[torch.nn.Module, ...] | None:
+    if module.kind == "lm_head":
+        found = (model.get_output_embeddings(),)
+    elif module.kind == "embedding":
+        found = (model.get_input_embeddings(),)
+    else:
+        whole = _submodule(decoder_layer, module.path)
+        found = (whole,) if whole is not None else tuple(_submodule(decoder_layer, part.path) for part in module.slices)
+    return None if None in found else found
+
+
+def _submodule(parent: torch.nn.Module, path: str) -> torch.nn.Module | None:
+    try:
+        return parent.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _misfits(module: Module, parts: tuple[torch.nn.Module, ...], device: torch.device) -> list[str]:
+    widths = [part.width for part in module.slices] if len(parts) > 1 else [module.out_features]
+    names = [part.name for part in module.slices] if len(parts) > 1 else [module.name]
+    problems = []
+    for name, width, layer in zip(names, widths, parts, strict=True):
+        if module.kind == "embedding":
+            have = (layer.num_embeddings, layer.embedding_dim)
+        else:
+            have = (layer.in_features, layer.out_features)
+        if have != (module.in_features, width):
+            problems.append(f"{name} maps {have[0]} to {have[1]}, in the package {module.in_features} to {width}")
+        if layer.weight.device != device:
+            problems.append(f"{name} is on {layer.weight.device}, the slots on {device}")
+    return problems

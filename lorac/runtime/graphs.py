@@ -1,0 +1,175 @@
+"""Graphs of a forward function: captured once for every key of a table, replayed for the batches tickets admit to them.
+
+graphs = pkg.DecodeGraphs(forward, step, inputs)
+graphs.capture()
+out = graphs.run(step.prepare(adapters), inputs)
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from lorac.runtime.capture import Recording
+from lorac.runtime.errors import CaptureError, TicketError
+from lorac.runtime.inputs import StaticInputs
+from lorac.runtime.stats import Cost, GraphKey, Progress, Stats
+from lorac.runtime.step import Step, Ticket
+from lorac.runtime.trees import map_tensors
+
+
+class Graphs:
+    """What decode and prefill graphs have in common. Not thread-safe, as the Step is not."""
+
+    phase = ""
+    phases: tuple[str, ...] = ()  # of tickets `run` takes
+    breakable = False
+
+    def __init__(
+        self,
+        table: tuple[tuple[int, str], ...],
+        forward: Callable,
+        step: Step,
+        inputs,
+        *,
+        padding: Mapping[str | int, float] | None = None,
+        strict: bool = False,
+    ):
+        """`table` lists (bucket, variant) in the order of capture.
+
+        `forward` takes the inputs, by name if `inputs` is a dict and else in order, with the rows of a bucket first,
+        and returns tensors with those rows first. `inputs` are the static tensors [at least the largest bucket, ...]
+        it is captured with; `padding` gives the value, 0 unless stated, of the rows past a batch, whose results are
+        dropped. With `strict`, a batch that has no graph raises TicketError rather than run eagerly.
+        """
+        self.forward, self.step, self.strict = forward, step, strict
+        self.table = table
+        self.inputs = StaticInputs(inputs, max((bucket for bucket, _ in table), default=0), padding or {})
+        self._stats = Stats(f"{step.layout.name} {step.backend_name} {self.phase} graphs")
+        self._recordings: dict[GraphKey, Recording] = {}
+        self._addresses: dict[str, int] = {}
+        self._unchecked: set[GraphKey] = set()
+        # a graph launches kernels by address: they must live as long as it does
+        self._kernels = (step.tables.ROUTE, *step.backend.KERNELS)
+
+    def capture(self, buckets: Iterable[int] | None = None) -> None:
+        """Capture every graph of the table, or those of some buckets, each after a warm-up at its own shape.
+
+        Withdraws the step's ticket. Raises CaptureError, with the line that did it, where the forward does what a graph
+        cannot contain.
+        """
+        wanted = None if buckets is None else set(buckets)
+        table = [entry for entry in self.table if wanted is None or entry[0] in wanted]
+        self._recordings, self._unchecked = {}, set()  # the memory of earlier graphs is free before new ones take more
+        self._stats.costs.clear()
+        progress = Progress(self._stats.name, len(table))
+        self.inputs.clear()
+        try:
+            with torch.no_grad(), self.step.engine.session():
+                for bucket, variant in table:
+                    key = GraphKey(bucket, variant, self.step.stream)
+                    progress.step(key)
+                    self._capture_one(key)
+        finally:
+            progress.close()
+        self._addresses = self.inputs.addresses(self.forward)
+
+    def run(self, ticket: Ticket, inputs):
+        """The forward's outputs for the ticket's batch: live rows, as views that the next `run` of the step overwrites.
+
+        Replays the graph the ticket admits to, or runs eagerly. `inputs` are the live rows, as the static inputs are
+        named or ordered. Raises TicketError for a ticket that is stale or of another phase.
+        """
+        self.step.check(ticket)
+        self._check(ticket)
+        with torch.no_grad(), self.step.on_device(), self.step.launching():
+            key = GraphKey(ticket.bucket, ticket.variant, self.step.stream)
+            recording = self._recordings.get(key)
+            if recording is None:
+                return self._eager(ticket, key, inputs)
+            if key in self._unchecked:
+                self.inputs.check(self.forward, self._addresses)
+                self._unchecked.remove(key)
+            self.inputs.fill(inputs, ticket.rows)
+            recording.replay()
+            self._stats.hits[key] += 1
+            return self._live(recording.outputs, key.bucket, ticket.rows)
+
+    def stats(self) -> dict[str, dict]:
+        """Hits by GraphKey and fallbacks by cause, so far."""
+        return self._stats.as_dict()
+
+    def report(self) -> str:
+        """Graphs with their memory, hits per graph, fallbacks per cause."""
+        return self._stats.report()
+
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.phase not in self.phases:
+            raise TicketError(f"ticket {ticket.serial} is of phase {ticket.phase}: these are {self.phase} graphs")
+
+    def _describe(self, key: GraphKey):
+        return self.step.describe(self.phase, key.bucket, key.variant)
+
+    def _capture_one(self, key: GraphKey) -> None:
+        engine, started = self.step.engine, time.perf_counter()
+        batch = self._describe(key)
+
+        def run():
+            with self.step.using(batch):
+                return self.inputs.call(self.forward, key.bucket)
+
+        engine.warm(run)
+        before = engine.reserved()
+        recording = engine.record(run, self.breakable)
+        pieces = (len(recording.items) + 1) // 2
+        self._stats.costs[key] = Cost(engine.reserved() - before, time.perf_counter() - started, pieces)
+        self._recordings[key] = recording
+        self._unchecked.add(key)
+
+    def _eager(self, ticket: Ticket, key: GraphKey, inputs):
+        cause, reason = self._why_eager(ticket, key)
+        if self.strict:
+            raise TicketError(f"ticket {ticket.serial} has no graph: {reason}")
+        self._stats.fell_back(cause, reason)
+        return self.inputs.apply(self.forward, inputs)
+
+    def _why_eager(self, ticket: Ticket, key: GraphKey) -> tuple[str, str]:
+        """Cause and reason."""
+        if ticket.bucket:
+            return "not captured", f"graph {key} was not captured"
+        return ticket.cause, ticket.reason
+
+    @staticmethod
+    def _live(outputs, bucket: int, rows: int):
+        def live(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != bucket:
+                raise CaptureError(
+                    f"the forward returned {list(tensor.shape)}; expected the bucket's {bucket} rows first"
+                )
+            return tensor[:rows]
+
+        return map_tensors(outputs, live)
+
+
+class DecodeGraphs(Graphs):
+    """Graphs of decode batches, or of verify steps with several rows per request."""
+
+    phase = "decode"
+    phases = ("decode",)
+
+    def __init__(self, table, forward: Callable, step: Step, inputs, *, rows_per_request: int = 1, **options):
+        """`rows_per_request` above 1 is for verify steps: buckets that hold whole requests are captured."""
+        self.rows_per_request = rows_per_request
+        whole = tuple(entry for entry in table if entry[0] % rows_per_request == 0)
+        super().__init__(whole, forward, step, inputs, **options)
+
+    def _check(self, ticket: Ticket) -> None:
+        super()._check(ticket)
+        if ticket.rows_per_request != self.rows_per_request:
+            raise TicketError(
+                f"ticket {ticket.serial} has {ticket.rows_per_request} rows per request: "
+                f"these graphs were captured for {self.rows_per_request}"
+            )
+
+    def _describe(self, key: GraphKey):
+        return self.step.describe(self.phase, key.bucket, key.variant, self.rows_per_request)

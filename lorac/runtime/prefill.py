@@ -1,0 +1,53 @@
+"""Prefill graphs: whole, in pieces around breaks, or in pieces of a forward that torch.compile has traced.
+
+The forward ends before lm_head. Logits are wanted for some rows of each request only, so lm_head runs eagerly on those
+rows of what `run` returned, on the row map of their own that `prepare_prefill` made.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+
+from lorac.runtime.errors import PackageError
+from lorac.runtime.graphs import Graphs
+from lorac.runtime.stats import GraphKey
+from lorac.runtime.step import Step, Ticket
+
+MODES = ("breakable", "full", "tc_piecewise")
+
+
+class PrefillGraphs(Graphs):
+    """Graphs of prefill batches. Tickets of mixed batches are taken too, and run eagerly."""
+
+    phase = "prefill"
+    phases = ("prefill", "mixed")
+
+    def __init__(self, table, planned: str, forward: Callable, step: Step, inputs, mode: str | None = None, **options):
+        """`mode` is the planned one unless stated; where the plan has none, every batch runs eagerly.
+
+        Raises PackageError for an unknown mode.
+        """
+        self.mode = mode or planned
+        if self.mode not in (*MODES, "off"):
+            raise PackageError(f"prefill mode {mode!r} is none of {', '.join(MODES)}")
+        self.breakable = self.mode != "full"
+        self._off = ""
+        super().__init__(table, forward, step, inputs, **options)
+
+    def capture(self, buckets: Iterable[int] | None = None) -> None:
+        """As for decode; in mode `tc_piecewise` a forward that cannot be traced leaves these graphs off, and warns."""
+        if self.mode != "tc_piecewise":
+            super().capture(buckets)
+            return
+        plain, self._off = self.forward, ""
+        self.forward = torch.compile(plain, fullgraph=True)
+        try:
+            super().capture(buckets)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self.forward = plain
+            self._off = f"torch.compile cannot trace the forward: {str(error).strip().splitlines()[0]}"
+            warnings.warn(f"{self._stats.name} are off: {self._off}", RuntimeWarning, stacklevel=2)
+
+    def _why_eager(self, ticket: Ticket, key: GraphKey) -> tuple[str, str]:
+        return ("tc_piecewise is off", self._off) if self._off else super()._why_eager(ticket, key)

@@ -1,0 +1,121 @@
+"""Tuned tables: launch configurations measured on one GPU, which `lorac tune` writes beside a spec as data.
+
+A table lies in `tuned/<name>.<gpu>.yaml` beside the spec `<name>` and serves it where its target is one of the spec's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+
+from lorac.errors import Problem, SpecError
+
+from .backend import Declaration, Identifier, Kernel, Tile
+from .load import SpecFile
+from .source import Source, read_source
+from .wording import nearest, problems_of
+
+FOLDER = "tuned"
+
+Tiles = dict[str, dict[str, tuple[tuple[Tile, str], ...]]]  # backend block -> stage -> tiles with the GPU's name
+
+
+class Table(BaseModel):
+    """One table."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lorac_tuned: StrictInt = Field(ge=1, le=1, description="version of the format of tuned tables")
+    gpu: StrictStr = Field(min_length=1, max_length=80, description="the GPU it was measured on, by its full name")
+    target: StrictStr = Field(description="that GPU's target, such as sm_90")
+    spec: Identifier = Field(description="name of the spec it belongs to")
+    tiles: dict[Identifier, dict[Identifier, tuple[Tile, ...]]] = Field(
+        description="tiles by backend block and stage, as in backend.yaml"
+    )
+
+
+def tuned_tiles(file: SpecFile, declarations: dict[str, Declaration]) -> Tiles:
+    """The tiles of every table that serves a spec, in the order of its targets. Raises SpecError, placed in tables."""
+    spec, problems = file.spec, []
+    tables: dict[str, tuple[Table, Source]] = {}
+    for path in sorted((file.folder / FOLDER).glob(f"{spec.name}.*.yaml")):
+        try:
+            source, table = _read(path)
+        except SpecError as error:
+            problems += error.problems
+            continue
+        if table.target not in spec.targets:
+            continue
+        found = _check(table, spec.name, declarations)
+        if table.target in tables:
+            other = Path(tables[table.target][1].file).name
+            message = f"{other} is for {table.target} too, and a package has one table for a target"
+            found.append(Problem(message, ("target",), hint="remove one of them"))
+        problems += [source.place(problem) for problem in found]
+        tables[table.target] = (table, source)
+    if problems:
+        raise SpecError(problems)
+    tiles: Tiles = {}
+    for target in spec.targets:
+        table = tables[target][0] if target in tables else None
+        for backend, stages in table.tiles.items() if table else ():
+            into = tiles.setdefault(backend, {})
+            for stage, rows in stages.items():
+                into[stage] = (*into.get(stage, ()), *((tile, table.gpu) for tile in rows))
+    return tiles
+
+
+def _read(path: Path) -> tuple[Source, Table]:
+    source = read_source(path)
+    try:
+        table = Table.model_validate(source.data)
+    except ValidationError as error:
+        found = problems_of(error, Table)
+        raise SpecError([*source.problems, *(source.place(problem) for problem in found)]) from None
+    if source.problems:
+        raise SpecError(list(source.problems))
+    return source, table
+
+
+def _check(table: Table, name: str, declarations: dict[str, Declaration]) -> list[Problem]:
+    """What does not fit the spec it is for, or its backends' kernels."""
+    problems = []
+    if table.spec != name:
+        problems.append(Problem(f"the table belongs to {table.spec}, not to {name}", ("spec",), expected=name))
+    for backend, stages in table.tiles.items():
+        path = ("tiles", backend)
+        if backend not in declarations:
+            problems.append(_unknown(f"the spec has no backend {backend}", path, list(declarations)))
+            continue
+        kernels = declarations[backend].kernels
+        for stage, tiles in stages.items():
+            if stage not in kernels:
+                problems.append(_unknown(f"backend {backend} has no stage {stage}", (*path, stage), list(kernels)))
+                continue
+            for index, tile in enumerate(tiles):
+                problems += _check_tile(tile, kernels[stage], (*path, stage, index))
+    return problems
+
+
+def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list[Problem]:
+    """A tile has every size the kernel's declared tiles have, and no other."""
+    known = sorted({size for declared in kernel.tiles for size in declared.sizes})
+    problems = [
+        _unknown(f"a tile of this stage has no {key}", (*path, key), known) for key in tile.sizes if key not in known
+    ]
+    problems += [
+        Problem(f"the tile lacks {name}", path, expected=", ".join(known)) for name in known if name not in tile.sizes
+    ]
+    for name, size in tile.sizes.items():
+        if name in known and not (_power_of_two(size) if name in kernel.dims else type(size) is int and size > 0):
+            expected = "a power of two" if name in kernel.dims else "a whole number from 1"
+            problems.append(Problem(f"{name} must be {expected}, not {size}", (*path, name), expected=expected))
+    return problems
+
+
+def _power_of_two(value: Any) -> bool:
+    return type(value) is int and value > 0 and value & (value - 1) == 0
+
+
+def _unknown(message: str, path: tuple[str | int, ...], known: list[str]) -> Problem:
+    return Problem(message, path, expected=", ".join(known), hint=nearest(path[-1], known), at_key=True)

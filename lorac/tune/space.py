@@ -1,0 +1,136 @@
+"""The search space of one site: every launch configuration legal for a kernel, a module, a rank and a batch size.
+
+It follows from the backend's declaration alone (`dims`, `operands`, constants and declared tiles), so a new backend is
+tuned without a line here.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil, log2
+
+from lorac.plan.kernels import ANY_ADAPTERS, block_of, fit
+from lorac.plan.model import KernelPlan, Launch, ModulePlan
+from lorac.spec.backend import Kernel, Tile
+
+LARGEST = {"rows": 128, "rank": 128, "in": 512, "out": 256}  # block sizes beyond these never paid
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # the plan takes those that divide a module's inputs
+WARPS = (2, 4, 8)
+STAGES = (1, 2, 3, 4, 5, 6)
+_ACCUMULATORS = 128  # fp32 registers of a thread that a tile of results may take: more of them spill
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """One place where a launch configuration is chosen: batches of up to `rows` rows, adapters of up to `rank`."""
+
+    backend: str
+    stage: str
+    module: str
+    rank: int
+    rows: int
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel launched there."""
+        return f"{self.stage}_{self.module}"
+
+
+def options(kernel: Kernel, module: ModulePlan, rows: int, rank: int) -> dict[str, tuple[int, ...]]:
+    """The values of each size of the kernel's tiles, ascending.
+
+    A block may be smaller than its dimension, and divides it where the shape has a block of 64 that does: masks cost.
+    Two are no choice: rows of a kernel for few of them, which one block holds, and a block declared beyond any extent.
+    """
+    widths = tuple(part.width for part in module.slices)
+    extents = {"rows": (rows,), "rank": (rank,), "in": (module.in_features,), "out": widths}
+    found = {}
+    for name in sorted({name for tile in kernel.tiles for name in tile.sizes}):
+        least = min(tile.sizes[name] for tile in kernel.tiles if name in tile.sizes)
+        if name in kernel.dims:
+            dim = kernel.dims[name]
+            if least > LARGEST[dim] or (dim == "rows" and kernel.max_rows):
+                found[name] = (block_of(max(extents[dim])),)
+                continue
+            found[name] = _blocks(max(extents[dim]), LARGEST[dim], extents[dim] if dim in ("in", "out") else ())
+        elif name == "SPLIT_K":
+            found[name] = SPLITS
+        else:
+            found[name] = tuple(sorted({tile.sizes[name] for tile in kernel.tiles if name in tile.sizes}))
+    return found
+
+
+def candidates(kernel: Kernel, module: ModulePlan, site: Site, dtype: str, targets: tuple[str, ...]) -> list[Launch]:
+    """Every legal configuration that the plan would leave as it is."""
+    sizes = options(kernel, module, site.rows, site.rank)
+    early = (False, True) if any(tile.pdl for tile in kernel.tiles) else (False,)
+    found: list[Launch] = []
+    for values in product(*sizes.values()):
+        tile = dict(zip(sizes, values, strict=True))
+        asked = Tile(stages=STAGES[-1], pdl=early[-1], **tile)
+        fitted = fit(kernel, asked, "", site.rows, site.rank, module, dtype, targets)
+        if dict(fitted.tile) != tile:
+            continue  # cut down, so another of the space
+        deepest = min(fitted.stages, max(1, _steps(kernel, module, site, tile)))
+        results = _results(kernel, tile)
+        for warps, stages, pdl in product(WARPS, STAGES, early):
+            if results <= _ACCUMULATORS * 32 * warps and stages <= deepest and pdl <= fitted.pdl:
+                found.append(replace(fitted, warps=warps, stages=stages, pdl=pdl))
+    return found
+
+
+def settings(launch: Launch) -> dict[str, int]:
+    """A launch's sizes and options as one flat dict."""
+    return dict(launch.tile) | {"warps": launch.warps, "stages": launch.stages, "pdl": int(launch.pdl)}
+
+
+def distance(a: dict[str, int], b: dict[str, int]) -> int:
+    """Steps between two configurations: doublings of a size, single stages."""
+    apart = 0
+    for name, value in a.items():
+        other = b[name]
+        apart += abs(value - other) if name in ("stages", "pdl") else ceil(abs(log2(value / other)))
+    return apart
+
+
+def declared(plan: KernelPlan, site: Site) -> Launch:
+    """The configuration that the plan launches at a site."""
+    found = next(
+        launch for launch in plan.launches if site.rank <= launch.rank and (not launch.rows or site.rows <= launch.rows)
+    )
+    return replace(found, rows=site.rows, rank=site.rank, adapters=ANY_ADAPTERS, source="")
+
+
+def reduction(kernel: Kernel) -> str:
+    """The block that every operand has: the dimension the kernel sums over; empty where none is declared."""
+    shared = set.intersection(*(set(pair) for pair in kernel.operands)) if kernel.operands else set()
+    return min(shared, default="")
+
+
+def extent(kernel: Kernel, module: ModulePlan, site: Site, block: str) -> int:
+    """The size of the dimension a block cuts; the widest slice for outputs."""
+    widest = max(part.width for part in module.slices)
+    sizes = {"rows": site.rows, "rank": site.rank, "in": module.in_features, "out": widest}
+    return sizes[kernel.dims[block]]
+
+
+def _steps(kernel: Kernel, module: ModulePlan, site: Site, tile: dict[str, int]) -> int:
+    """Turns of the kernel's loop; a pipeline deeper than that holds nothing."""
+    block = reduction(kernel)
+    if not block:
+        return max(STAGES)
+    return -(-extent(kernel, module, site, block) // (tile[block] * tile.get("SPLIT_K", 1)))
+
+
+def _results(kernel: Kernel, tile: dict[str, int]) -> int:
+    """Elements of the tile of results one program holds."""
+    held = {block for pair in kernel.operands for block in pair} - {reduction(kernel)}
+    size = 1
+    for block in held:
+        size *= tile[block]
+    return size if held else 0
+
+
+def _blocks(size: int, largest: int, divide: tuple[int, ...]) -> tuple[int, ...]:
+    blocks = [1 << power for power in range(4, 11) if 1 << power <= min(largest, block_of(size))]
+    whole = [block for block in blocks if all(each % block == 0 for each in divide)]
+    return tuple(whole if whole and (whole[-1] >= 64 or whole == blocks) else blocks)

@@ -1,0 +1,130 @@
+"""Kernels compiled for GPUs that are not here: what fits passes, what spills or asks for too much is named."""
+
+import hashlib
+import json
+
+import pytest
+from packages import copy_of_tiny
+
+from lorac.aot import Row, compile_package, failures_of, report
+from lorac.cli import main
+from lorac.errors import BuildError
+
+PACKAGE = '''
+import triton
+import triton.language as tl
+
+from lorac.runtime.launch import ANY, Kernel
+
+
+@triton.jit
+def copy(x, y, BLOCK: tl.constexpr):
+    """y = x."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at))
+
+
+@triton.jit
+def center(x, y, BLOCK: tl.constexpr):
+    """y = x - mean(x), with all of x in registers at once."""
+    at = tl.arange(0, BLOCK)
+    values = tl.load(x + at)
+    tl.store(y + at, values - tl.sum(values) / BLOCK)
+
+
+@triton.jit
+def product(x, y, N: tl.constexpr):
+    """y = x @ x, [N, N], in one program."""
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tile = tl.load(x + at)
+    tl.store(y + at, tl.dot(tile, tile))
+
+
+def row(constant, warps=4, rows=0):
+    """A configuration for up to `rows` rows, of one stage."""
+    return (rows, 8, ANY, warps, 1, False, constant)
+
+
+ROUTE = Kernel(copy, {"x": "*fp32", "y": "*fp32"}, ("BLOCK",), (row(256, rows=16), row(256)))
+KERNELS = (
+    Kernel(center, {"x": "*fp32", "y": "*fp32"}, ("BLOCK",), (row(16384, warps=1),)),
+    Kernel(product, {"x": "*fp16", "y": "*fp32"}, ("N",), (row(64), row(24))),
+)
+'''
+
+
+@pytest.fixture
+def handmade(tmp_path):
+    """A package with a configuration listed twice, one that spills, and one that cannot be compiled."""
+    files = {
+        "__init__.py": 'from . import step\n\nBACKENDS = ("one",)\n',
+        "step.py": PACKAGE,
+        "backends/__init__.py": "",
+        "backends/one.py": "from ..step import KERNELS as KERNELS\n",
+    }
+    hashes = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in files.items()}
+    files["manifest.json"] = json.dumps({"lorac": 1, "name": "handmade", "fingerprint": "", "files": hashes})
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+def test_every_configuration_is_compiled_once_and_spills_are_named(handmade, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as in a test run on a CPU; the compiler must not notice
+    rows = compile_package(handmade, ("sm_80", "gfx942"))
+    found = {(row.kernel, row.launch, row.target): row for row in rows}
+    assert len(found) == len(rows) == 4 * 2, "configurations that differ in the batches they serve are the same code"
+    for target in ("sm_80", "gfx942"):
+        copy = found["copy", "BLOCK=256 warps=4 stages=1", target]
+        assert (copy.backend, copy.stack, copy.shared, copy.error) == ("step", 0, 0, "") and 0 < copy.registers < 64
+        product = found["product", "N=64 warps=4 stages=1", target]
+        assert product.stack == 0 and product.shared >= 64 * 64 * 2
+        assert found["product", "N=24 warps=4 stages=1", target].error
+    # 512 values per thread: twice what an NVIDIA thread has registers for; AMD's have 512
+    spilled, held = (found["center", "BLOCK=16384 warps=1 stages=1", target] for target in ("sm_80", "gfx942"))
+    assert spilled.stack > 0 and (held.stack, held.registers > 256) == (0, True)
+    failures = failures_of(rows)
+    assert len(failures) == 3
+    assert any(line.startswith("one.center on sm_80 (BLOCK=16384 warps=1 stages=1) spills") for line in failures)
+    assert any(line.startswith("one.product on gfx942 (N=24 warps=4 stages=1) does not compile") for line in failures)
+    assert [line.split()[:4] for line in report(rows).splitlines()[1:]] == [
+        ["one", "center", "sm_80", "1"],
+        ["one", "center", "gfx942", "1"],
+        ["one", "product", "sm_80", "2"],
+        ["one", "product", "gfx942", "2"],
+        ["step", "copy", "sm_80", "1"],
+        ["step", "copy", "gfx942", "1"],
+    ]
+
+
+@pytest.mark.parametrize(("target", "limit"), [("sm_80", 166_912), ("sm_90", 232_448), ("gfx942", 65_536)])
+def test_shared_memory_is_held_against_the_target(target, limit):
+    row = Row("one", "k", target, "N=1", 10, 0, limit, "")
+    assert failures_of([row]) == []
+    (failure,) = failures_of([Row("one", "k", target, "N=1", 10, 0, limit + 1, "")])
+    assert failure == f"one.k on {target} (N=1) needs {limit + 1} bytes of shared memory, of {limit}"
+
+
+def test_a_broken_package_is_named(handmade):
+    (handmade / "step.py").write_text("")
+    with pytest.raises(BuildError, match="could not be compiled:(.|\n)*step.py is not the file that was built"):
+        compile_package(handmade, ("sm_90",), workers=1)
+
+
+def test_build_aot_compiles_what_the_spec_lists(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spec = copy_of_tiny(
+        tmp_path,
+        # one module, one variant and one backend: enough to see that a real package compiles
+        modules="[qkv_proj, o_proj, gate_up_proj, down_proj, lm_head, embed_tokens] -> [o_proj]",
+        variants="one: {adapters: 1, rank: 8},  -> ",
+        csgmv="  csgmv: -> # csgmv:",
+    )
+    assert main(["build", str(spec), "--aot"]) == 2
+    assert "names no targets" in capsys.readouterr().err
+    spec.write_text(spec.read_text() + "targets: [sm_90]\n")
+    assert main(["build", str(spec), "--aot"]) == 0, capsys.readouterr()
+    out = capsys.readouterr().out
+    for kernel in ("route", "shrink_o_proj", "expand_o_proj"):
+        assert f" {kernel} " in out

@@ -1,0 +1,205 @@
+"""The command line: exit statuses, formats, and output that is plain where nobody watches."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from packages import ROOT, TINY, copy_of_tiny, tree
+from safetensors.torch import save_file
+
+from lorac import __version__
+from lorac.cli import COMMANDS, main
+from lorac.spec import load_spec
+
+
+@pytest.fixture
+def lorac(tmp_path, monkeypatch, capsys):
+    """Runs a command in a folder of its own; gives its exit status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # how argparse ends
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_build_writes_below_generated_in_the_current_folder(lorac, tmp_path):
+    status, out, err = lorac("build", TINY)
+    assert (status, err) == (0, "") and re.fullmatch(r"generated/tiny: \d+ files written\n", out)
+    assert (tmp_path / "generated" / "tiny" / "manifest.json").exists()
+    assert lorac("build", TINY)[1] == "generated/tiny: unchanged\n"
+
+
+def test_a_package_depends_on_no_place(lorac, tmp_path):
+    """Another folder, another process, another hash seed: the same bytes."""
+    spec = copy_of_tiny(tmp_path / "elsewhere")
+    lorac("build", spec)
+    command = [sys.executable, "-m", "lorac", "build", str(TINY), "--output", str(tmp_path / "out")]
+    subprocess.run(command, cwd=ROOT, env={"PYTHONHASHSEED": "77"}, check=True)
+    assert tree(tmp_path / "generated" / "tiny") == tree(tmp_path / "out" / "tiny")
+
+
+def test_comments_and_order_of_keys_do_not_count(lorac, tmp_path):
+    spec = copy_of_tiny(tmp_path / "elsewhere")
+    lines = spec.read_text().splitlines()
+    moved = [line for line in lines if line.startswith(("name:", "dtype:"))]
+    spec.write_text("\n".join(["# a comment", *moved[::-1], *(line for line in lines if line not in moved)]))
+    lorac("build", TINY)
+    assert lorac("build", spec, "--check")[0] == 0
+
+
+def test_mistakes_in_specs_are_told_in_three_formats(lorac, tmp_path):
+    spec = copy_of_tiny(tmp_path / "s", slots="slots: 3 -> slotz: 3", rank="max_rank: 16 -> max_rank: 0")
+    status, out, err = lorac("build", spec)
+    assert (status, out) == (2, "")
+    assert re.search(rf"{spec}:\d+:\d+: unknown key slotz", err) and f"{spec}:" in err and "max_rank" in err
+    status, out, _ = lorac("build", spec, "--format", "json")
+    found = json.loads(out)
+    assert status == 2 and {row["file"] for row in found} == {str(spec)} and all(row["line"] for row in found)
+    status, out, _ = lorac("build", spec, "--format", "github")
+    assert status == 2 and all(line.startswith(f"::error file={spec},line=") for line in out.splitlines())
+    assert not (tmp_path / "generated").exists()
+
+
+def test_other_specs_are_built_all_the_same(lorac, tmp_path):
+    broken = copy_of_tiny(tmp_path / "s", name="name: tiny -> name: class")
+    assert lorac("build", broken, TINY)[0] == 2
+    assert (tmp_path / "generated" / "tiny").exists()
+
+
+def test_check_names_differences_and_the_command_that_mends_them(lorac, tmp_path):
+    lorac("build", TINY)
+    assert lorac("build", TINY, "--check") == (0, "generated/tiny: up to date\n", "")
+    assert lorac("build", TINY, "--check", "--quiet", "--format", "json") == (0, "[]\n", "")
+    package = tmp_path / "generated" / "tiny"
+    (package / "layout.py").unlink()
+    status, out, err = lorac("build", TINY, "--check")
+    assert (status, err) == (1, "")
+    assert out.splitlines()[0] == "generated/tiny/layout.py: MISSING: is not there"
+    assert out.splitlines()[-1] == f"  hint: run lorac build {TINY}"
+    (package / "step.py").write_text("by hand")
+    out = lorac("build", TINY, "--check")[1]
+    assert "generated/tiny/step.py: CHANGED: is not what the spec gives" in out
+    assert out.splitlines()[-1] == f"  hint: run lorac build {TINY} --force"
+    status, out, _ = lorac("build", TINY, "--check", "--format", "github")
+    assert status == 1 and len(out.splitlines()) == 2 and out.startswith("::error file=generated/tiny/layout.py,line=1")
+    assert not (package / "layout.py").exists(), "--check writes nothing"
+    assert lorac("build", TINY, "--force")[0] == 0
+    assert lorac("build", TINY, "--check")[0] == 0
+
+
+def test_hand_edits_are_refused(lorac, tmp_path):
+    lorac("build", TINY)
+    (tmp_path / "generated" / "tiny" / "layout.py").write_text("by hand")
+    status, _, err = lorac("build", TINY)
+    assert status == 2 and "  layout.py\n" in err and "--force" in err
+    assert lorac("build", TINY, "--dry-run")[0] == 2
+    assert lorac("build", TINY, "--dry-run", "--force")[1] == "would write generated/tiny/layout.py\n"
+    assert (tmp_path / "generated" / "tiny" / "layout.py").read_text() == "by hand"
+
+
+def test_diff_and_dry_run_write_nothing(lorac, tmp_path):
+    status, out, _ = lorac("build", TINY, "--diff")
+    assert status == 0 and "--- /dev/null\n+++ b/layout.py\n" in out
+    assert "would write generated/tiny/layout.py\n" in lorac("build", TINY, "--dry-run")[1]
+    assert not (tmp_path / "generated").exists()
+    lorac("build", TINY)
+    assert lorac("build", TINY, "--diff")[1] == lorac("build", TINY, "--dry-run")[1] == ""
+
+
+def test_one_name_is_one_package(lorac, tmp_path):
+    status, _, err = lorac("build", TINY, copy_of_tiny(tmp_path / "s"))
+    assert status == 2 and f"has the name of {TINY}'s, tiny" in err
+
+
+def test_quiet_is_silent(lorac):
+    assert lorac("build", TINY, "--quiet") == (0, "", "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["bild"], ["build"], ["build", "--nope", "x"], ["explain"]])
+def test_misuse_is_status_2(lorac, arguments):
+    status, out, err = lorac(*arguments)
+    assert (status, out) == (2, "") and err.startswith("usage: ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_helps_with_an_example_that_it_takes(lorac, command):
+    status, out, _ = lorac(command, "--help")
+    assert status == 0 and f"example:\n  lorac {command}" in out
+    assert COMMANDS[command] in lorac("--help")[1]
+    example = out.split("example:\n  lorac ")[1].split()
+    err = lorac(*example, "--no-such-option")[2]
+    assert "unrecognized arguments: --no-such-option" in err, "the example is refused for another reason"
+
+
+def test_explain_shows_every_module_backend_and_decision(lorac):
+    status, text, _ = lorac("explain", TINY)
+    plan = json.loads(lorac("explain", TINY, "--json")[1])
+    assert status == 0 and max(map(len, text.splitlines())) < 200
+    for module in plan["plan"]["modules"]:
+        assert f"\n{module['name']} " in text
+    for decision in plan["plan"]["decisions"]:
+        assert decision["reason"] in text
+    slot_bytes = sum(buffer["bytes"] for buffer in plan["plan"]["buffers"] if buffer["name"] != "metadata")
+    assert plan["totals"]["slot_bytes"] == slot_bytes
+    for name, totals in plan["totals"]["backends"].items():
+        assert re.search(rf"\n{name} +{totals['graphs']} +{totals['kernels']} +{totals['launches']} ", text)
+    assert "\x1b" not in text
+
+
+def test_explain_refuses_a_broken_spec(lorac, tmp_path):
+    status, out, err = lorac("explain", tmp_path / "none.yaml")
+    assert (status, out) == (2, "") and "none.yaml: cannot be read" in err
+
+
+def test_the_committed_schema_is_current(lorac):
+    assert lorac("schema") == (0, (ROOT / "specs" / "schema.json").read_text(), "")
+
+
+def test_init_writes_a_spec_that_builds_and_never_overwrites(lorac, tmp_path):
+    folder = tmp_path / "My-Model.7B"
+    folder.mkdir()
+    preset = ROOT / "lorac" / "spec" / "presets" / "qwen3-0.6b.json"
+    (folder / "config.json").write_text(preset.read_text())
+    arguments = ("init", "--config", folder / "config.json")
+    text = lorac(*arguments)[1]
+    spec = folder / "lora.yaml"
+    assert lorac(*arguments, "-o", spec) == (0, "", "") and spec.read_text() == text
+    assert load_spec(spec).spec.name == "my_model_7b"
+    assert lorac("build", spec)[0] == 0
+    status, _, err = lorac(*arguments, "-o", spec)
+    assert status == 2 and "lora.yaml exists" in err and spec.read_text() == text
+
+
+def test_inspect_tells_what_an_adapter_holds_and_whether_a_spec_serves_it(lorac, tmp_path):
+    status, out, _ = lorac("inspect", tmp_path)
+    assert status == 2 and "adapter_config.json" in out
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.{}.self_attn.o_proj.lora_{}.weight"
+    factors = {"A": torch.ones(4, 64), "B": torch.ones(64, 4)}
+    tensors = {name.format(layer, part): factor.clone() for layer in (0, 1) for part, factor in factors.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    status, out, _ = lorac("inspect", tmp_path, "--spec", TINY)
+    assert status == 0 and re.search("o_proj +2 +\\[4, 64\\]", out) and "tiny serves it" in out
+    narrow = copy_of_tiny(tmp_path / "s", targets="[qkv_proj, o_proj, -> [qkv_proj,")
+    status, out, _ = lorac("inspect", tmp_path, "--spec", narrow)
+    assert status == 2 and "o_proj" in out.splitlines()[-1]
+
+
+def test_python_m_lorac_is_lorac():
+    done = subprocess.run([sys.executable, "-m", "lorac", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"lorac {__version__}\n")
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = f"{sys.executable} -m lorac explain {TINY} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

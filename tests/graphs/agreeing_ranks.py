@@ -1,0 +1,76 @@
+"""One of the ranks of test_agree.py: `agreeing_ranks.py PACKAGE STORE RANK RANKS`. Prints each step's answer."""
+
+import os
+import sys
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+import torch.distributed as dist
+
+import lorac
+from lorac.runtime import step as steps
+from lorac.runtime.errors import SlotError, TicketError
+
+steps.interpreted = lambda: False  # routing on the host: quicker
+
+
+def main(folder: str, store: str, rank: int, ranks: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    package = lorac.load(folder)
+    slots = package.Slots("cpu")
+    slots.slot_of = lambda name: _slot(name)
+    slots.slot_rank = lambda slot: 4 * (slot + 1)
+    slots.use = slots.release = lambda held: None
+    step = package.Step(slots, "torch")
+    graphs = package.DecodeGraphs(lambda x: x + 1, step, torch.zeros(8, 2))
+    graphs.capture()
+
+    def decode(*batches):
+        return answer(step.prepare(batches[rank]), len(batches[rank]))
+
+    def answer(ticket, rows):
+        print("answer", ticket.phase, ticket.variant, ticket.bucket, ticket.cause, flush=True)
+        if ticket.phase == "decode":
+            out = graphs.run(ticket, torch.full((rows, 2), float(rank)))
+            assert out.shape == (rows, 2) and bool((out == rank + 1).all())
+        return ticket
+
+    # the largest batch decides the bucket, the widest the variant
+    assert decode(["a"], [None] * 5, []).bucket == 8
+    assert decode(["a"], [None], ["b", "c"]).variant == "lora"
+    assert decode(["a"], ["a"], [None]).variant == "one"
+    assert decode([None], [None, None], []).variant == "nolora"
+    # one rank past the buckets: all run eagerly
+    assert decode([None], [None] * 9, []).bucket == 0
+    # an idle rank follows; different phases meet in eager
+    ticket = step.prepare([]) if rank == 1 else step.prepare_prefill([("a", 12)])
+    assert ticket.phase == "prefill"
+    answer(ticket, 0)
+    mixed = step.prepare(["a"]) if rank else step.prepare_prefill([("a", 12)])
+    assert mixed.bucket == 0 and "different phases" in mixed.reason
+    # nobody has anything to do
+    assert decode([], [], []).reason == "no rank has a request"
+    # two rows per request here, one there
+    odd = step.prepare(["a"], rows_per_request=1 + rank % 2)
+    assert odd.bucket == 0 and "rows per request" in odd.reason
+    print("answer", odd.bucket, odd.cause)
+    # a rank that fails does not leave the others waiting
+    try:
+        step.prepare(["unknown" if rank == 2 else "a"])
+        raise AssertionError("a rank failed, and this one was not told")
+    except SlotError:
+        assert rank == 2
+    except TicketError:
+        assert rank != 2
+    dist.destroy_process_group()
+
+
+def _slot(name: str) -> int:
+    if name not in "abcd":
+        raise SlotError(f"no adapter is called {name!r}")
+    return "abcd".index(name)
+
+
+main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

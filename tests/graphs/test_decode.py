@@ -1,0 +1,226 @@
+"""Decode graphs: what a replay serves, however the batch differs from the one that was captured."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from serving import spec
+
+from lorac.runtime.errors import CaptureError, ShapeError, TicketError
+from lorac.runtime.stats import GraphKey
+
+SEGMENTED = ["triton", "csgmv"]
+
+
+def hits(graphs) -> int:
+    return sum(graphs.stats()["hits"].values())
+
+
+@pytest.mark.parametrize("backend", SEGMENTED)
+def test_a_replay_covers_every_adapter_the_bucket_can_have(server, backend):
+    # captured grids that follow the capture's batch drop the adapters of later ones
+    s = server(backend)
+    graphs = s.decode()
+    graphs.capture([4])
+    for batch in (["a"] * 4, ["a", "b", "c", "d"], ["c"] * 4, ["d", "a", None, "b"], [None, "c", None, None]):
+        ticket, _ = s.serve(graphs, batch)
+        assert ticket.bucket == 4
+    assert hits(graphs) == 5 and not graphs.stats()["fallbacks"]
+
+
+@pytest.mark.parametrize("backend", [*SEGMENTED, "torch"])
+def test_rows_past_the_batch_belong_to_no_adapter_and_are_not_written(server, backend):
+    s = server(backend)
+    graphs = s.decode()
+    graphs.capture([8])
+    s.serve(graphs, ["b"] * 8)
+    ticket, _ = s.serve(graphs, [None, "c", None, "c", None])
+    assert s.step.batch.map.row_slot[:8].tolist() == [-1, 2, -1, 2, -1, -1, -1, -1]
+    assert s.step.batch.map.seg_slot.tolist().count(2) <= 1
+    padded = graphs._recordings[GraphKey(8, ticket.variant)].outputs[5:]
+    assert not padded.any()  # the model maps the padding, zeros, to zeros
+
+
+def test_variants_count_adapters_and_never_base_rows(server):
+    s = server()
+    graphs = s.decode()
+    graphs.capture([4])
+    for batch, variant in [
+        ([None, None, None], "nolora"),
+        (["a", "a", None], "one"),
+        (["b", "b", "b"], "lora"),  # one adapter, but of a rank above the bound
+        (["a", None, "c"], "lora"),
+    ]:
+        ticket, _ = s.serve(graphs, batch)
+        assert ticket.variant == variant and graphs.stats()["hits"][GraphKey(4, variant)] > 0
+
+
+def test_a_batch_with_an_adapter_does_not_take_a_nolora_graph(server):
+    s = server()
+    graphs = s.decode()
+    graphs.table = tuple(entry for entry in graphs.table if entry == (8, "nolora"))
+    graphs.capture()
+    s.serve(graphs, [None] * 5)
+    s.serve(graphs, [None, None, "a", None, None])
+    assert graphs.stats() == {"hits": {GraphKey(8, "nolora"): 1}, "fallbacks": {"not captured": 1}}
+
+
+def test_nothing_that_changes_from_step_to_step_is_fixed_at_capture(server):
+    # the number of adapters is 0 when the graph is captured, 3 and then 1 when it is replayed
+    s = server(spec=spec(graphs__decode__variants={"lora": {}}))
+    graphs = s.decode()
+    graphs.capture([4])
+    for batch in ([None] * 4, ["a", "b", "c", None], ["d"] * 4):
+        s.serve(graphs, batch)
+    assert hits(graphs) == 3
+
+
+def test_one_slot_serves_base_rows_beside_its_adapter(server):
+    s = server(spec=spec(adapters__slots=1), names="a")
+    graphs = s.decode()
+    graphs.capture([2])
+    s.serve(graphs, ["a", None])
+    s.serve(graphs, [None, "a"])
+    assert hits(graphs) == 2
+
+
+def test_a_batch_above_the_largest_bucket_is_served_eagerly_with_one_warning(server):
+    s = server("torch")
+    graphs = s.decode()
+    graphs.capture([8])
+    ticket, _ = s.serve(graphs, ["a"] * 9)
+    assert ticket.bucket == 0 and "9 rows" in ticket.reason and ticket.reason.endswith("8")
+    other = s.decode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (9, 10, 11):
+            other.run(s.step.prepare(["a"] * rows), s.inputs(rows))
+    assert len(caught) == 1 and "9 rows are above the largest decode bucket, 8" in str(caught[0].message)
+    assert other.stats()["fallbacks"] == {"above the largest bucket": 3}
+    strict = s.decode(strict=True)
+    with pytest.raises(TicketError, match="12 rows"):
+        strict.run(s.step.prepare([None] * 12), s.inputs(12))
+
+
+def test_only_the_latest_ticket_of_unchanged_slots_is_replayed(server, adapters):
+    s = server("torch")
+    graphs = s.decode()
+    graphs.capture([2])
+    old = s.step.prepare(["a", "b"])
+    s.step.prepare(["a", "c"])
+    with pytest.raises(TicketError, match="not the latest"):
+        graphs.run(old, s.inputs(2))
+    changed = s.step.prepare(["a", "c"])
+    s.slots.load(adapters("c", 1), name="c")
+    with pytest.raises(TicketError, match="slot 2 changed"):
+        graphs.run(changed, s.inputs(2))
+    s.serve(graphs, ["a", "c"])
+    stale = s.step.prepare(["a"])
+    graphs.capture([2])
+    with pytest.raises(TicketError, match="not the latest"):
+        graphs.run(stale, s.inputs(1))
+
+
+def test_phases_cannot_be_confused(server):
+    s = server("csgmv")
+    decode, prefill, verify = s.decode(), s.prefill(), s.decode(rows_per_request=2)
+    for graphs, ticket, match in [
+        (decode, s.step.prepare_prefill([("a", 2)]), "phase prefill"),
+        (prefill, s.step.prepare(["a", "b"]), "phase decode"),
+        (decode, s.step.prepare_mixed([("a", 2)]), "phase mixed"),
+        (decode, s.step.prepare(["a"], rows_per_request=2), "2 rows per request"),
+        (verify, s.step.prepare(["a", "b"]), "1 rows per request"),
+    ]:
+        s.step.ticket = ticket
+        with pytest.raises(TicketError, match=match):
+            graphs.run(ticket, s.inputs(2))
+
+
+def test_a_verify_step_has_graphs_of_whole_requests(server):
+    s = server("csgmv", spec=spec(graphs__decode__buckets=[1, 2, 4, 6, 8]))
+    graphs = s.decode(rows_per_request=3)
+    assert {bucket for bucket, _ in graphs.table} == {6}
+    graphs.capture()
+    ticket, _ = s.serve(graphs, ["a"], rows_per_request=3)
+    assert ticket.bucket == 6
+    ticket, _ = s.serve(graphs, ["b", None], rows_per_request=3)
+    assert ticket.bucket == 6 and hits(graphs) == 2
+    ticket, _ = s.serve(graphs, ["b", None, "a"], rows_per_request=3)
+    assert ticket.reason == "9 rows are above the largest decode bucket, 6"
+
+
+def test_memory_that_moved_since_the_capture_is_not_read(server):
+    s = server("torch")
+    graphs = s.decode()
+    graphs.capture([1])
+    s.model.down.data = s.model.down.data.clone()
+    with pytest.raises(CaptureError, match="parameter 'down' moved"):
+        s.serve(graphs, [None])
+    graphs.capture([1])
+    graphs.inputs.tensors[0].data = torch.zeros(8, 32)
+    with pytest.raises(CaptureError, match="static input 0 moved"):
+        s.serve(graphs, [None])
+
+
+def test_inputs_are_copied_and_checked(server):
+    s = server("torch")
+    graphs = s.decode(padding={0: 7})
+    graphs.capture([4])
+    static = graphs.inputs.tensors[0]
+    s.serve(graphs, ["a", "b", "c", "d"])
+    s.serve(graphs, [None, "a", None])
+    assert (static[3] == 7).all() and not (static[:3] == 7).any()
+    x = s.inputs(3)
+    static[:3] = x  # written in place by the caller: nothing to copy
+    ticket = s.step.prepare([None, None, "b"])
+    assert torch.equal(graphs.run(ticket, static[:3]).clone(), graphs.run(ticket, x))
+    with pytest.raises(ShapeError, match=r"\[4, 32\].*expected \[3, 32\]"):
+        graphs.run(ticket, s.inputs(4))
+    with pytest.raises(ShapeError, match="at least 8 rows"):
+        s.package.DecodeGraphs(s.model, s.step, torch.zeros(4, 32))
+
+
+def test_graphs_are_captured_from_the_largest_and_the_widest(server):
+    s = server("csgmv")
+    table = s.decode().table
+    assert list(table) == sorted(table, key=lambda entry: (-entry[0], ["lora", "one", "nolora"].index(entry[1])))
+    assert s.decode().step.engine is s.prefill().step.engine  # one memory pool
+
+
+def test_streams_have_their_own_keys_metadata_and_pool(server):
+    s = server("torch", spec=spec(graphs__decode__streams=2))
+    other = s.package.Step(s.slots, "torch", stream=1)
+    assert other.metadata.tensors.data_ptr() != s.step.metadata.tensors.data_ptr()
+    assert other.engine is not s.step.engine
+    graphs = s.package.DecodeGraphs(
+        lambda x: s.package.add("down_proj", 0, x[:, :48], x.clone(), other), other, torch.zeros(8, 48)
+    )
+    with pytest.raises(Exception, match="no stream 2"):
+        s.package.Step(s.slots, "torch", stream=2)
+    assert "stream 1" in str(GraphKey(4, "lora", other.stream)) and graphs.step is other
+
+
+@pytest.mark.parametrize(("backend", "steps"), [("torch", 256), ("triton", 12), ("csgmv", 12)])
+def test_changing_batches_and_swapped_adapters_stay_right(server, adapters, backend, steps, seed):
+    rng = random.Random(seed)
+    s = server(backend)
+    graphs = s.decode()
+    graphs.capture([2, 8])
+    for _ in range(steps):
+        if rng.random() < 0.2:
+            name = rng.choice("abcd")
+            s.slots.load(adapters(name, rng.randrange(3)), name=name)
+        s.serve(graphs, [rng.choice([None, *"abcd"]) for _ in range(rng.choice([2, 5, 6, 7, 8]))])
+    assert hits(graphs) == steps and not graphs.stats()["fallbacks"]
+
+
+def test_the_report_names_graphs_and_causes(server):
+    s = server("torch")
+    graphs = s.decode()
+    graphs.capture([2])
+    s.serve(graphs, [None, None])
+    s.serve(graphs, [None] * 9)
+    text = graphs.report()
+    assert "3 graphs" in text and "2 nolora" in text and "1 hits" in text
+    assert "eager 1 times: above the largest bucket" in text

@@ -1,0 +1,6 @@
+"""Makes `plan_kit`, the helpers of these tests, importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,108 @@
+"""Launch configurations: blocks fit their dimension, splits are whole, stages fit every target's shared memory."""
+
+from math import prod
+
+import plan_kit as kit
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorac.plan import kernels
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def is_power_of_two(number: int) -> bool:
+    return number.bit_count() == 1
+
+
+def launches(plan):
+    """(declared kernel, module, planned kernel, launch, its block sizes) of every launch."""
+    for backend in plan.backends:
+        declared = kit.declaration(backend.kind).kernels
+        for kernel in backend.kernels:
+            for launch in kernel.launches:
+                yield declared[kernel.stage], plan.module(kernel.module), kernel, launch, dict(launch.tile)
+
+
+def check(plan, limits: dict[str, int]):
+    targets = plan.targets or ("sm_86",)
+    for declared, module, kernel, launch, tile in launches(plan):
+        widest = max(part.width for part in module.slices)
+        extent = {"rows": launch.rows or 1 << 30, "rank": launch.rank, "in": module.in_features, "out": widest}
+        for block, dim in declared.dims.items():
+            assert is_power_of_two(tile[block]) and tile[block] >= 16
+            assert tile[block] == 16 or tile[block] < 2 * extent[dim], (kernel.name, block)
+        if "BLOCK_K" in tile and declared.dims["BLOCK_K"] == "in":
+            blocks = -(-module.in_features // tile["BLOCK_K"])
+            assert blocks % tile["SPLIT_K"] == 0
+            assert kernel.splits or tile["SPLIT_K"] == 1
+        used = launch.stages * ITEMSIZE[plan.dtype] * sum(prod(tile[b] for b in pair) for pair in declared.operands)
+        least = all(tile[block] == 16 for pair in declared.operands for block in pair)
+        assert used <= min(limits[target] for target in targets) or (least and launch.stages == 1)
+        for dim, sizes in (("in", [module.in_features]), ("out", [part.width for part in module.slices])):
+            uneven = any(size % tile[block] for block, of in declared.dims.items() if of == dim for size in sizes)
+            assert not uneven or dim in kernel.masks
+
+
+@settings(max_examples=60)
+@given(kit.specs())
+def test_launches_fit(data):
+    plan = kit.plan_of(data)
+    check(plan, kernels.SHARED_LIMIT)
+    for backend in plan.backends:
+        for kernel in backend.kernels:
+            # whatever the rows and the rank, one launch serves them
+            for rank in range(1, plan.max_rank + 1):
+                for rows in (1, 64, 65, 256, 257, 100_000):
+                    assert any(rank <= of.rank and (rows <= of.rows or not of.rows) for of in kernel.launches)
+
+
+@settings(max_examples=40)
+@given(kit.specs(), st.integers(1 << 10, 1 << 17))
+def test_launches_fit_a_smaller_gpu(data, limit):
+    smaller = {target: limit for target in kernels.SHARED_LIMIT}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SHARED_LIMIT", smaller)
+        check(kit.plan_of(data), smaller)
+
+
+def test_the_least_of_all_targets_counts():
+    def stages(*targets):
+        data = kit.spec_data(dtype="float32", adapters={"slots": 2, "max_rank": 64, "targets": ["qkv_proj"]},
+                             model={"preset": "llama-3.1-8b"}, targets=list(targets))  # fmt: skip
+        return {(k.name, of.rows, of.rank): of.stages for _, _, k, of, _ in launches(kit.plan_of(data))}
+
+    roomy, cramped = stages("sm_90"), stages("gfx942")
+    assert stages("sm_90", "gfx942") == cramped
+    assert roomy.keys() == cramped.keys() and any(roomy[key] > cramped[key] for key in roomy)
+
+
+@pytest.mark.parametrize("slots", [1, 8, 65, 66, 128])
+def test_offsets_past_int32_are_seen(slots):
+    data = kit.spec_data(
+        model={"preset": "llama-3.1-8b"},
+        adapters={"slots": slots, "max_rank": 256, "targets": ["lm_head", "o_proj", "gate_up_proj"]},
+    )
+    plan = kit.plan_of(data)
+    wide = {kernel.module: kernel.wide_b for kernel in plan.backends[0].kernels if kernel.stage == "expand"}
+    for module in plan.modules:
+        last = (module.out_features - 1) * slots * 256 + slots * 256 - 1
+        assert wide[module.name] or last < 2**31
+        assert not wide[module.name] or last + 1 >= 2**31
+    assert wide["lm_head"] == (128_256 * slots * 256 >= 2**31)
+
+
+def test_ranks_of_kernels_are_the_variants_bounds():
+    assert kernels.kernel_ranks((), 48) == (48,)
+    plan = kit.plan_of(
+        kit.spec_data(graphs={"decode": {"max_rows": 4, "variants": {"narrow": {"rank": 4}, "lora": {}}}})
+    )
+    ranks = {launch.rank for kernel in plan.backends[0].kernels for launch in kernel.launches}
+    assert ranks == {4, 16}
+
+
+def test_only_float32_asks_for_exact_products():
+    for dtype in ("float32", "float16", "bfloat16"):
+        plan = kit.plan_of(kit.spec_data(dtype=dtype))
+        assert {kernel.precision for kernel in plan.backends[0].kernels} == ({"ieee"} if dtype == "float32" else {""})

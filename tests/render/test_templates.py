@@ -1,0 +1,125 @@
+"""A template and its plan node agree in both directions, and every error of a template names its file and line."""
+
+import pytest
+import render_kit as kit
+
+from lorac.compile import compile_spec
+from lorac.errors import BuildError
+
+
+def error_of(folder, **texts) -> str:
+    with pytest.raises(BuildError) as caught:
+        compile_spec(kit.write(folder, **texts))
+    return str(caught.value)
+
+
+def place(folder, file: str, text: str, part: str) -> str:
+    return f"{folder}/kinds/mine/{file}:{kit.line_of(text, part)}: "
+
+
+def test_the_folder_as_it_stands(tmp_path):
+    files = compile_spec(kit.write(tmp_path)).files
+    assert "WIDTH = 4\n" in files["backends/mine.py"] and "ONLY_O_PROJ = 64\n" in files["backends/mine.py"]
+
+
+@pytest.mark.parametrize("branch", ["{{ kernl.name }}", "{% if 0 > 1 %}{{ kernl }}{% endif %}"])
+def test_a_kernel_uses_an_unknown_name(tmp_path, branch):
+    text = kit.KERNEL + "# more\n" + branch
+    message = error_of(tmp_path, kernel=text)
+    assert message.startswith(place(tmp_path, "kernel.py.jinja", text, "kernl"))
+    assert "uses kernl" in message and "backend, kernel, module, package, parameters" in message
+
+
+@pytest.mark.parametrize("branch", ["{{ modles }}", "{% if 0 > 1 %}{{ modles }}{% endif %}"])
+def test_a_backend_uses_an_unknown_name(tmp_path, branch):
+    text = kit.BACKEND + branch
+    message = error_of(tmp_path, backend=text)
+    assert message.startswith(place(tmp_path, "backend.py.jinja", text, "modles"))
+    assert "uses modles" in message and "modules" in message
+
+
+def test_an_included_template_sees_its_includer_and_nothing_else(tmp_path):
+    (tmp_path / "kinds/mine").mkdir(parents=True)
+    shared = tmp_path / "kinds/mine/part.py.jinja"
+    backend = kit.BACKEND + '{% for one in modules %}{% include "part.py.jinja" %}{% endfor %}\n'
+    shared.write_text("PART = {{ one.in_features }}\n")
+    spec = tmp_path / "demo.yaml"
+    (tmp_path / "kinds/mine/backend.yaml").write_text(kit.DECLARATION)
+    (tmp_path / "kinds/mine/backend.py.jinja").write_text(backend)
+    (tmp_path / "kinds/mine/kernel.py.jinja").write_text(kit.KERNEL)
+    spec.write_text(kit.SPEC)
+    assert "PART = 64" in compile_spec(spec).files["backends/mine.py"]
+    shared.write_text("\n\nPART = {{ two }}\n")
+    with pytest.raises(BuildError) as caught:
+        compile_spec(spec)
+    assert str(caught.value).startswith(f"{shared}:3: the template uses two")
+
+
+def test_a_missing_attribute(tmp_path):
+    text = kit.KERNEL + "X = {{ module.inn_features }}\n"
+    message = error_of(tmp_path, kernel=text)
+    assert message.startswith(place(tmp_path, "kernel.py.jinja", text, "inn_features"))
+    assert "UndefinedError" in message and "inn_features" in message
+
+
+def test_an_expression_that_fails(tmp_path):
+    text = kit.KERNEL + "\nX = {{ 1 // (module.in_features - 64) }}\n"
+    message = error_of(tmp_path, kernel=text)
+    assert message.startswith(place(tmp_path, "kernel.py.jinja", text, "1 //")) and "ZeroDivisionError" in message
+
+
+@pytest.mark.parametrize("file", ["backend", "kernel"])
+@pytest.mark.parametrize("fault", ["{% if %}", "{{ module.name | nofilter }}"])
+def test_a_syntax_error(tmp_path, file, fault):
+    text = {"backend": kit.BACKEND, "kernel": kit.KERNEL}[file] + f"ok\n{fault}\n"
+    message = error_of(tmp_path, **{file: text})
+    assert message.startswith(place(tmp_path, f"{file}.py.jinja", text, fault))
+
+
+def test_a_parameter_nobody_reads(tmp_path):
+    declaration = kit.DECLARATION.replace("{width:", "{depth: {type: int, default: 1, help: unread}, width:")
+    message = error_of(tmp_path, declaration=declaration)
+    assert message.startswith(f"{tmp_path}/kinds/mine/backend.yaml:{kit.line_of(declaration, 'depth')}:14: ")
+    assert "no template reads the parameter depth" in message and message.count("no template reads") == 1
+
+
+def test_a_parameter_nobody_declares(tmp_path):
+    text = kit.BACKEND + "X = {{ parameters.height }}\n"
+    message = error_of(tmp_path, backend=text)
+    assert message.startswith(place(tmp_path, "backend.py.jinja", text, "height")) and "height" in message
+
+
+def test_a_context_entry_nobody_uses(tmp_path):
+    message = error_of(tmp_path, backend=kit.BACKEND.replace("{{ backend.name }}", "nameless"))
+    assert message.startswith(f"{tmp_path}/kinds/mine/backend.py.jinja: ") and "does not use backend" in message
+
+
+def test_a_template_that_is_not_there(tmp_path):
+    declaration = kit.DECLARATION.replace("kernel.py.jinja", "kernels/none.py.jinja")
+    assert "there is no template kernels/none.py.jinja" in error_of(tmp_path, declaration=declaration)
+
+
+def test_a_tile_without_a_constant(tmp_path):
+    message = error_of(tmp_path, declaration=kit.DECLARATION.replace("[BLOCK_M]", "[BLOCK_M, BLOCK_N]"))
+    assert "only_o_proj" in message and "BLOCK_N" in message
+
+
+def test_python_that_is_none(tmp_path):
+    message = error_of(tmp_path, kernel=kit.KERNEL + "def broken(:\n")
+    assert message.startswith("backends/mine.py:") and "invalid Python" in message and "def broken(:" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ module.update(name='x') }}",
+        "{{ (lambda).x }}",
+        "{% include '../../../demo.yaml' %}",
+        "{% include '/etc/passwd' %}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+    ],
+)
+def test_the_sandbox(tmp_path, text):
+    assert "kernel.py.jinja:" in (message := error_of(tmp_path, kernel=kit.KERNEL + text)) or "no template" in message
