@@ -24,3 +24,49 @@ def lora(x, a, b, rank, scale, widths: list[int], row_slot: list[int]) -> torch.
             delta[rows, outputs] = scale[slot, part].double() * (h @ b[outputs, slot, :r].double().T)
             start += width
     return delta
+
+
+def expert_lora(x, expert, a, b, rank, scale, widths: list[int], pair_slot: list[int]) -> torch.Tensor:
+    """The delta [pairs, out] in float64 of pairs of a row and an expert, pair by pair; zero for base rows and expert -1.
+
+    x [pairs, in], expert [pairs]; a [slots, experts or 1, slices * R, in], b [slots, experts or 1, out, R].
+    """
+    max_rank = b.shape[-1]
+    delta = torch.zeros(x.shape[0], b.shape[2], dtype=torch.float64, device=x.device)
+    for pair, (of, slot) in enumerate(zip(expert.tolist(), pair_slot, strict=True)):
+        if slot < 0 or of < 0:
+            continue
+        own_a, own_b = (weight[slot, of if weight.shape[1] > 1 else 0].double() for weight in (a, b))
+        start = 0
+        for part, width in enumerate(widths):
+            r = int(rank[slot, part])
+            h = torch.einsum("i,ri->r", x[pair].double(), own_a[part * max_rank : part * max_rank + r])
+            y = torch.einsum("r,or->o", h, own_b[start : start + width, :r])
+            delta[pair, start : start + width] = scale[slot, part].double() * y
+            start += width
+    return delta
+
+
+def moe(x, topk_ids, topk_weights, w13, w2, gate_up: tuple, down: tuple, row_slot: list[int]) -> torch.Tensor:
+    """The mixture of experts with LoRA, [rows, hidden] in float64.
+
+    x [rows, hidden], topk_ids and topk_weights [rows, top_k], w13 [experts, 2 * intermediate, hidden], w2 [experts,
+    hidden, intermediate]; `gate_up` and `down` are (a, b, rank, scale) as `expert_lora` takes them.
+    """
+    rows, top_k = topk_ids.shape
+    expert, width = topk_ids.reshape(-1), w2.shape[2]
+    pair_slot = [slot for slot in row_slot for _ in range(top_k)]
+    pairs = x.repeat_interleave(top_k, 0)
+    y = _through(pairs, w13, expert) + expert_lora(pairs, expert, *gate_up, [width, width], pair_slot)
+    act = torch.nn.functional.silu(y[:, :width]) * y[:, width:]
+    y = _through(act, w2, expert) + expert_lora(act, expert, *down, [w2.shape[1]], pair_slot)
+    return torch.einsum("tk,tko->to", topk_weights.double(), y.view(rows, top_k, -1))
+
+
+def _through(x, weight, expert) -> torch.Tensor:
+    """x [pairs, in] through each pair's expert, in float64; zero for expert -1."""
+    y = torch.zeros(x.shape[0], weight.shape[1], dtype=torch.float64, device=x.device)
+    for of in set(expert.tolist()) - {-1}:
+        own = expert == of
+        y[own] = torch.einsum("pi,oi->po", x[own].double(), weight[of].double())
+    return y

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import lorac
 from lorac.bench.llama import DecodeForward, Llama, PrefillForward, filled_slots
 from lorac.bench.timing import capture, interleaved
+from lorac.bench.transformers_prefill import prefill_in_transformers
+from lorac.bench.whole import device_ms, host_us, kernel_ms, launched, settled
 from lorac.runtime.graphs import Graphs
 from lorac.runtime.prefill import PrefillGraphs
 
@@ -176,111 +177,15 @@ class Bench:
             self.add(f"{what}: copies", copies, "", 1)
 
     def transformers(self) -> None:
-        """The same prefill in a Llama of transformers, attached by lorac: eager against breakable graphs."""
-        from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        from transformers.masking_utils import sdpa_mask
-
-        from lorac.integrations.transformers import attach
-        from lorac.runtime.breakable import break_here
-
-        AttentionInterface.register("break", break_here(sdpa_attention_forward))
-        AttentionMaskInterface.register("break", sdpa_mask)
-        layout, own = self.package.LAYOUT, self.model
-        intermediate = layout.by_name["down_proj"].in_features
-        config = LlamaConfig(
-            hidden_size=layout.hidden, intermediate_size=intermediate, num_attention_heads=own.heads,
-            num_key_value_heads=own.kv_heads, head_dim=own.width, num_hidden_layers=layout.layers,
-            vocab_size=layout.vocab, tie_word_embeddings=False, attn_implementation="break",
-        )  # fmt: skip
-        with torch.device("cuda"):
-            torch.set_default_dtype(torch.bfloat16)
-            try:
-                model = LlamaForCausalLM(config).eval().requires_grad_(False)
-            finally:
-                torch.set_default_dtype(torch.float32)
-        step = self.step()
-        handle = attach(model, self.package, self.slots, step)
-        tokens = torch.randint(0, layout.vocab, (1, PREFILL_TOKENS), device="cuda")
-
-        def eager():
-            with handle.rows(["1"]), torch.no_grad():
-                model(tokens, use_cache=False, logits_to_keep=1)
-
-        eager_ms = device_ms(eager)
-
-        def forward(ids, positions):
-            hidden = model.model(input_ids=ids.T, position_ids=positions.T, use_cache=False).last_hidden_state
-            return hidden[0]
-
-        inputs = [torch.zeros(PREFILL_TOKENS, 1, dtype=torch.int64, device="cuda") for _ in range(2)]
-        graphs = self.package.PrefillGraphs(forward, step, inputs)
-        graphs.capture([PREFILL_TOKENS])
-        positions = torch.arange(PREFILL_TOKENS, device="cuda")[:, None]
-
-        def served():
-            ticket = step.prepare_prefill([("1", PREFILL_TOKENS)])
-            hidden = graphs.run(ticket, [tokens.T, positions])
-            model.lm_head(hidden[-1:])
-
-        served_ms = device_ms(served)
-        self.add("prefill 128 tokens in transformers: eager", eager_ms, "ms")
-        self.add("prefill 128 tokens in transformers: eager against replay", eager_ms / served_ms, "x", 2.0, most=False)
+        """The same prefill in a Llama of transformers: eager against breakable graphs."""
+        eager, served = prefill_in_transformers(self.package, self.model, self.slots, self.step(), PREFILL_TOKENS)
+        self.add("prefill 128 tokens in transformers: eager", eager, "ms")
+        self.add("prefill 128 tokens in transformers: eager against replay", eager / served, "x", 2.0, most=False)
 
 
 def recording_of(graphs: Graphs, bucket: int, variant: str):
     """The captured graph of a bucket and variant."""
     return next(found for key, found in graphs._recordings.items() if key[:2] == (bucket, variant))
-
-
-def settled(step) -> int:
-    """Device bytes in use once everything freed has been given back."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return step.engine.reserved()
-
-
-def host_us(run: Callable[[], object]) -> float:
-    """Host microseconds of one call on an idle device."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    return (time.perf_counter() - started) * 1e6
-
-
-def device_ms(run: Callable[[], object], repeats: int = 7) -> float:
-    """Milliseconds from the start of one call to the end of its work, the median of some; the device is idle before."""
-    run()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
-
-
-def kernel_ms(run: Callable[[], object]) -> float:
-    """The sum of the times of everything one call runs on the device."""
-    return sum(event.device_time_total for event in _device_events(run)) / 1e3
-
-
-def launched(run: Callable[[], object]) -> tuple[int, int]:
-    """Kernels and copies of one call."""
-    names = [event.name.lower() for event in _device_events(run)]
-    copies = sum("memcpy" in name for name in names)
-    return len(names) - copies, copies
-
-
-def _device_events(run: Callable[[], object]) -> list:
-    run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        run()
-        torch.cuda.synchronize()
-    return [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def main() -> None:

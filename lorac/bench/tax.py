@@ -86,7 +86,8 @@ def _cell(workload: Workload, backends: list[str], peers: dict[str, Peer], batch
             runs[name] = peer(workload, batch.rows, batch.adapters)
         except Exception as error:
             contenders[name] = Contender(problem=_words(error))
-    graphs = {"": capture(_layers(workload, lambda module, layer: workload.base(module, layer, batch.rows)))}
+    pool = torch.cuda.graph_pool_handle()
+    graphs = {"": capture(_layers(workload, lambda module, layer: workload.base(module, layer, batch.rows)), pool)}
     errors = {}
     for name, run in runs.items():
         try:
@@ -95,7 +96,7 @@ def _cell(workload: Workload, backends: list[str], peers: dict[str, Peer], batch
             )
             if not errors[name] <= TOLERANCE[workload.dtype]:
                 raise PeerError(f"wrong: a row's relative error is {errors[name]:.1e}")
-            graphs[name] = capture(_layers(workload, run))
+            graphs[name] = capture(_layers(workload, run), pool)
         except Exception as error:
             contenders[name] = Contender(problem=_words(error))
     timings = dict(zip(graphs, interleaved(list(graphs.values()), seconds, _LEAST), strict=True))

@@ -1,5 +1,6 @@
 """Timing CUDA graphs: replays of all candidates take turns in one process, so that a slow moment slows them alike."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -21,8 +22,11 @@ class Timing:
         return median(self.samples)
 
 
-def capture(run: Callable[[], object], warmups: int = 1) -> torch.cuda.CUDAGraph:
-    """A graph of everything `run` launches. It runs eagerly first, so that whatever compiles or grows does so there."""
+def capture(run: Callable[[], object], pool: tuple[int, int] | None = None, warmups: int = 1) -> torch.cuda.CUDAGraph:
+    """A graph of everything `run` launches. It runs eagerly first, so that whatever compiles or grows does so there.
+
+    Graphs that share a `pool` (torch.cuda.graph_pool_handle) share the memory of what `run` allocates.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -31,8 +35,16 @@ def capture(run: Callable[[], object], warmups: int = 1) -> torch.cuda.CUDAGraph
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        run()
+    # not torch.cuda.graph: it empties the allocator's cache every time, which takes longer than a measurement
+    with torch.cuda.stream(side):
+        graph.capture_begin(pool=pool)
+        try:
+            run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # CUDA repeats the error that is being raised
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph
 
 

@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from lorac.tune.measure import Measurer
     from lorac.tune.model import Machine
     from lorac.tune.report import report
-    from lorac.tune.run import Gpu, Tools, tune
+    from lorac.tune.run import Tools, tune
+    from lorac.tune.task import Gpu
 
     if not torch.cuda.is_available():
         raise BuildError("lorac tune measures on a GPU, and there is none")

@@ -1,4 +1,6 @@
-"""Two adapters and a base request in one batch of a Hugging Face model, on the CPU: python -m lorac.integrations.example
+"""Two adapters and a base request in one batch of a Hugging Face model, on the CPU.
+
+    python -m lorac.integrations.example
 
 A random model and random adapters stand for yours. Needs peft and transformers.
 """
@@ -31,6 +33,7 @@ GREEDY = dict(max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # the model is small
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model, trained = random_model(), {}

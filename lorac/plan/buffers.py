@@ -4,6 +4,7 @@ from math import prod
 
 from lorac.plan.kernels import ITEMSIZE, block_of
 from lorac.plan.model import BackendPlan, Buffer, ModulePlan
+from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.spec.backend import Declaration
 
 SCRATCH_ITEMSIZE = {"fp32": 4, "i32": 4}
@@ -64,7 +65,24 @@ def scratch_bytes(
                 "slots": slots,
                 **dict(launch.tile),
             }
+            if module.experts:
+                dims |= _expert_dims(module, served, slots, dims)
             for name, scratch in declaration.kernels[kernel.stage].scratch.items():
                 itemsize = SCRATCH_ITEMSIZE.get(scratch.dtype) or ITEMSIZE[dtype]
                 sizes[name] = max(sizes.get(name, 0), itemsize * prod(dims[dim] for dim in scratch.shape))
     return tuple(sorted(sizes.items()))
+
+
+def _expert_dims(module: ModulePlan, rows: int, slots: int, tile: dict[str, int]) -> dict[str, int]:
+    """Dimensions of scratch that modules of experts have beside those of others; see `lorac.runtime.pairs`."""
+    experts, pairs = module.local_experts, rows * module.experts.top_k
+    width = module.slices[0].width
+    tiles = -(-width // tile.get("BLOCK_N", width))
+    blocks = block_cap(pairs, experts, tile.get("BLOCK_M", 1))
+    return {
+        "pairs": pairs,
+        "slices": len(module.slices),
+        "width": width,
+        "shares": tiles if tile.get("AHEAD") and tiles <= MOST_SHARES else 1,
+        "tables": table_size(pairs, blocks, group_cap(pairs, experts, slots)),
+    }

@@ -148,6 +148,7 @@ def _backend(
         parameters=values,
         segments=rule,
         owns_base=declaration.owns_base,
+        experts=declaration.experts,
         decode_graphs=declaration.decode_graphs and bool(decode.buckets),
         prefill_mode=mode,
         decode=_decode_buckets(decode, rule, slots, resolved) if declaration.decode_graphs else (),

@@ -36,16 +36,17 @@ def plan_kernels(
     tuned: dict[str, tuple[tuple[Tile, str], ...]],
 ) -> tuple[KernelPlan, ...]:
     """Every kernel of a backend, one per module and stage. `tuned` holds tiles by stage, tried before the declared."""
-    plans = []
+    plans: list[KernelPlan] = []
     for module in modules:
         for stage, kernel in declaration.kernels.items():
-            if module.kind not in kernel.kinds:
+            if module.kind not in kernel.kinds or (kernel.modules and module.name not in kernel.modules):
                 continue
+            leaders = {plan.stage: plan.launches for plan in plans}
             tiles = (*tuned.get(stage, ()), *((tile, "default") for tile in kernel.tiles))
             launches = tuple(
                 replace(launch, adapters=bound)
                 for rank, bound in _bounds(kernel, ranks, adapters)
-                for launch in _launches(kernel, tiles, module, rank, dtype, targets)
+                for launch in _launches(kernel, tiles, module, rank, bound, max_rank, dtype, targets, leaders)
             )
             splits = any(dict(launch.tile).get("SPLIT_K", 1) > 1 for launch in launches)
             left_out = set() if splits else {*kernel.when_split, "SPLIT_K"}
@@ -86,29 +87,50 @@ def kernel_adapters(variants: tuple[Variant, ...], slots: int) -> tuple[int, ...
 
 def _bounds(kernel: Kernel, ranks: tuple[int, ...], adapters: tuple[int, ...]) -> list[tuple[int, int]]:
     """(rank, adapters) of a kernel's launches, narrow to wide; no adapters at all first, for a kernel with the base."""
-    if "ACTIVE" not in kernel.constants:
-        return [(rank, ANY_ADAPTERS) for rank in ranks]
-    pairs = [(rank, bound) for rank in ranks for bound in adapters]
-    return [(0, 0)] * kernel.base + sorted(pairs, key=lambda pair: pair[0] * pair[1])
+    bare = [(0, 0)] * kernel.base
+    if "ACTIVE" in kernel.constants:
+        pairs = [(rank, bound) for rank in ranks for bound in adapters]
+        return bare + sorted(pairs, key=lambda pair: pair[0] * pair[1])
+    if "RANK" not in kernel.constants and "rank" not in kernel.dims.values():
+        return [(ranks[-1], ANY_ADAPTERS)]
+    return bare + [(rank, ANY_ADAPTERS) for rank in ranks]
 
 
-def _launches(kernel, tiles, module: ModulePlan, rank: int, dtype: str, targets) -> list[Launch]:
-    """One launch per class of rows, neighbours that came out equal merged."""
-    bounds = sorted({tile.rows for tile, _ in tiles if tile.rows}) + [kernel.max_rows or UNBOUNDED]
+def _launches(
+    kernel, tiles, module: ModulePlan, rank: int, bound: int, max_rank: int, dtype: str, targets,
+    leaders: dict[str, tuple[Launch, ...]],
+) -> list[Launch]:  # fmt: skip
+    """One launch per class of rows, neighbours that came out equal merged. `leaders` are those of stages it follows.
+
+    A kernel with the base takes one tile whatever the adapters: base rows come out in the same bits with and without.
+    """
+    followed = {name: (leaders[of.partition(".")[0]], of.partition(".")[2]) for name, of in kernel.follows.items()}
+    classes = {tile.rows for tile, _ in tiles if tile.rows}
+    classes |= {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
+    classes = {rows for rows in classes if rows and not (kernel.max_rows and rows >= kernel.max_rows)}
+    bounds = (max_rank, ANY_ADAPTERS) if kernel.base else (rank, bound)
     launches: list[Launch] = []
-    for rows in bounds:
-        tile, source = next((t, s) for t, s in tiles if _serves(t, rows, rank, module))
-        launch = fit(kernel, tile, source, rows, rank, module, dtype, targets)
+    for rows in [*sorted(classes), kernel.max_rows or UNBOUNDED]:
+        tile, source = next((t, s) for t, s in tiles if _serves(t, rows, *bounds, module))
+        led = {name: _led(launches, constant, rows, rank) for name, (launches, constant) in followed.items()}
+        launch = fit(kernel, tile.model_copy(update=led), source, rows, rank, module, dtype, targets)
         if launches and replace(launches[-1], rows=rows) == launch:
             launches.pop()
         launches.append(launch)
     return launches
 
 
-def _serves(tile: Tile, rows: int, rank: int, module: ModulePlan) -> bool:
+def _led(launches: tuple[Launch, ...], constant: str, rows: int, rank: int) -> int:
+    """The constant of a leading stage's launch for as many rows at that rank."""
+    of = next(of for of in launches if of.rank == rank and (not of.rows or UNBOUNDED < rows <= of.rows))
+    return dict(of.tile)[constant]
+
+
+def _serves(tile: Tile, rows: int, rank: int, adapters: int, module: ModulePlan) -> bool:
     return (
         (tile.rows is None or UNBOUNDED < rows <= tile.rows)
         and (tile.rank is None or rank <= tile.rank)
+        and (tile.adapters is None or ANY_ADAPTERS < adapters <= tile.adapters)
         and (tile.in_features is None or module.in_features <= tile.in_features)
         and (tile.out_features is None or module.out_features <= tile.out_features)
         and (tile.module is None or tile.module == module.name)

@@ -109,6 +109,7 @@ class BackendPlan:
     parameters: tuple[tuple[str, object], ...]
     segments: Segments
     owns_base: bool
+    experts: bool  # it serves modules of experts
     decode_graphs: bool
     prefill_mode: str  # breakable | full | tc_piecewise | off
     decode: tuple[BucketPlan, ...]

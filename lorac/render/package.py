@@ -15,7 +15,7 @@ from lorac.spec.source import place, read_source
 
 # what a kernel template may use besides what it defines itself
 KERNEL_NAMES = {"kernel", "module", "package", "parameters", "backend"}
-OPTIONAL = frozenset({"parameters", "package", "modules", "header"})
+OPTIONAL = frozenset({"parameters", "package", "modules", "experts", "header"})
 
 
 def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, str]:
@@ -26,8 +26,9 @@ def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, 
     package = _package(plan)
     bare = {variant.name for variant in plan.variants if not variant.adapters}
     common = {"package": package, "modules": [_module(module) for module in plan.modules]}
+    common["has_experts"] = any(module.experts for module in plan.modules)
     context = {
-        "layout": common | {"has_experts": any(module.experts for module in plan.modules)},
+        "layout": common,
         "admission": {
             "package": package,
             "decode": plan.decode,
@@ -65,14 +66,17 @@ def _backend(plan: Plan, backend: BackendPlan, folder: Path, package: dict) -> s
     env = environment(folder)
     template = "backend.py.jinja"
     _check_parameters(env, template, backend, folder)
+    served = [
+        _module(module) | _kernels([kernel for kernel in backend.kernels if kernel.module == module.name])
+        for module in plan.modules
+        if backend.experts or not module.experts
+    ]
     context = {
         "package": package,
         "backend": backend,
         "parameters": dict(backend.parameters),
-        "modules": [
-            _module(module) | _kernels([kernel for kernel in backend.kernels if kernel.module == module.name])
-            for module in plan.modules
-        ],
+        "modules": [module for module in served if not module["experts"]],
+        "experts": [module for module in served if module["experts"]],
         "header": _header(plan, f"backends/{backend.kind}/{template}"),
     }
     return _tidy(render_template(env, template, context, OPTIONAL))

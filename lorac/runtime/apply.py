@@ -16,9 +16,11 @@ def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -
     its slots changed, ShapeError for tensors that do not fit.
     """
     spec = step.layout.by_name.get(module) or _unknown(module, step)
+    if spec.experts is not None:
+        raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe for all of it")
     with step.launching():
         batch, slot = step.enter(module, layer)
-        rows = _rows(x, spec, step, batch)
+        rows = rows_of(x, spec, step, batch)
         target = _target(y, rows.shape[0], spec, step)
         if batch.adapters:
             step.backend.ADD[module](rows, target, slot, batch, step.scratch)
@@ -43,11 +45,11 @@ def linear(
         )
     with step.launching():
         batch, slot = step.enter(module, layer)
-        rows = _rows(x, spec, step, batch)
+        rows = rows_of(x, spec, step, batch)
         return owned(rows, weight, slot, batch, step.scratch).view(*x.shape[:-1], spec.out_features)
 
 
-def _rows(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tensor:
+def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tensor:
     """x as [rows, in_features] with rows that start on 16 bytes; copied where it is laid out otherwise."""
     if spec.kind == "embedding":
         # the last token of each row of a batch is strided, and the kernels step from one id to the next

@@ -44,7 +44,7 @@ class Graphs:
         """
         self.forward, self.step, self.strict = forward, step, strict
         self.table = table
-        self.inputs = StaticInputs(inputs, max((bucket for bucket, _ in table), default=0), padding or {})
+        self.inputs = StaticInputs(inputs, padding or {})
         self._stats = Stats(f"{step.layout.name} {step.backend_name} {self.phase} graphs")
         self._recordings: dict[GraphKey, Recording] = {}
         self._addresses: dict[str, int] = {}
@@ -62,6 +62,7 @@ class Graphs:
         table = [entry for entry in self.table if wanted is None or entry[0] in wanted]
         self._recordings, self._unchecked = {}, set()  # the memory of earlier graphs is free before new ones take more
         self._stats.costs.clear()
+        self.inputs.check_room(max((bucket for bucket, _ in table), default=0))
         progress = Progress(self._stats.name, len(table))
         self.inputs.clear()
         try:

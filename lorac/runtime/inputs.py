@@ -10,17 +10,20 @@ from lorac.runtime.errors import CaptureError, ShapeError
 class StaticInputs:
     """Tensors of [rows, ...], by name or in order; rows past a batch hold the input's padding value."""
 
-    def __init__(self, tensors, rows: int, padding: Mapping[str | int, float]):
-        """`tensors` have at least `rows` rows each. Raises ShapeError where one has fewer."""
+    def __init__(self, tensors, padding: Mapping[str | int, float]):
+        """`padding` gives the value of rows past a batch, by name or place; 0 unless stated."""
         self.named = isinstance(tensors, Mapping)
         self.tensors: dict[str | int, torch.Tensor] = dict(_items(tensors))
         self.padding = dict(padding)
+        if unknown := sorted(map(str, set(self.padding) - set(self.tensors))):
+            raise ShapeError(f"padding is given for {', '.join(unknown)}, which are no static inputs")
+        self._filled = dict.fromkeys(self.tensors, 0)
+
+    def check_room(self, rows: int) -> None:
+        """Raise ShapeError where an input has fewer than `rows` rows."""
         for name, tensor in self.tensors.items():
             if tensor.dim() == 0 or tensor.shape[0] < rows:
                 raise ShapeError(f"static input {name!r} is {list(tensor.shape)}; expected at least {rows} rows first")
-        if unknown := sorted(map(str, set(self.padding) - set(self.tensors))):
-            raise ShapeError(f"padding is given for {', '.join(unknown)}, which are no static inputs")
-        self._filled = {name: tensor.shape[0] for name, tensor in self.tensors.items()}
 
     def call(self, forward, rows: int):
         """forward over the first `rows` rows of every static input."""

@@ -4,11 +4,11 @@ import importlib
 from types import ModuleType
 
 from lorac.runtime.errors import PackageError
-from lorac.runtime.ops import add, linear
+from lorac.runtime.ops import add, add_experts, linear, moe
 from lorac.runtime.slots import Slots
 from lorac.runtime.step import Step
 
-__all__ = ["Slots", "Step", "add", "backend_module", "linear", "seal", "warm"]
+__all__ = ["Slots", "Step", "add", "add_experts", "backend_module", "linear", "moe", "seal", "warm"]
 
 
 def backend_module(package: str, backends: tuple[str, ...], name: str) -> ModuleType:

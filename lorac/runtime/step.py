@@ -142,6 +142,11 @@ class Step:
         """
         if not 0 <= stream < tables.STREAMS:
             raise PackageError(f"package {tables.LAYOUT.name} is built for {tables.STREAMS} streams; there is no stream {stream}")
+        if interpreted() and backend.KERNELS and tables.LAYOUT.dtype == "bfloat16":
+            raise PackageError(
+                f"package {tables.LAYOUT.name} is of bfloat16, which Triton's interpreter (TRITON_INTERPRET=1) computes "
+                f"wrongly in the kernels of backend {backend_name!r}: build it in float32 or float16, or run on a GPU"
+            )
         self.tables, self.slots, self.backend_name, self.backend = tables, slots, backend_name, backend
         self.stream = stream
         self.number = next(_numbers)

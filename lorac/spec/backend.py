@@ -33,6 +33,7 @@ class Tile(_Declared):
 
     rows: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many rows")
     rank: StrictInt | None = Field(None, ge=1, description="serves adapters of up to this rank")
+    adapters: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many adapters")
     in_features: StrictInt | None = Field(None, ge=1, description="serves modules of up to this many input features")
     out_features: StrictInt | None = Field(None, ge=1, description="serves modules of up to this many output features")
     module: Identifier | None = Field(None, description="serves this module alone")
@@ -60,6 +61,7 @@ class Kernel(_Declared):
     kinds: tuple[Literal["linear", "lm_head", "embedding", "experts"], ...] = Field(
         ("linear", "lm_head"), description="kinds of module it serves"
     )
+    modules: tuple[Identifier, ...] = Field((), description="names of the only modules it serves; empty: all of its kinds")
     arguments: dict[Identifier, StrictStr] = Field(
         description="arguments in order: name to type, *dtype for the spec's"
     )
@@ -69,6 +71,9 @@ class Kernel(_Declared):
     when_split: tuple[Identifier, ...] = Field((), description="arguments only a kernel that splits K takes")
     dims: dict[Identifier, Literal["rows", "rank", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
+    )
+    follows: dict[Identifier, Annotated[StrictStr, Field(pattern=r"^[a-z_]+\.[A-Z_]+$")]] = Field(
+        default_factory=dict, description="constants it takes from an earlier stage for the same batch, as STAGE.CONSTANT"
     )
     operands: tuple[tuple[Identifier, Identifier], ...] = Field(
         (), description="tiles held in shared memory, as pairs of block sizes, for the estimate of its size"

@@ -116,7 +116,7 @@ def _sentence(item: Any, path: Path, node: Node) -> str:
 def _hint(value: Any, node: Node) -> str:
     kind = node.get("type")
     if "enum" in node:
-        return nearest(value, node["enum"])
+        return nearest(value, list(map(str, node["enum"])))
     if kind == "boolean" and value in ("true", "false"):
         return f"write {value}, without quotes"
     if kind == "boolean" and str(value).lower() in _BOOL_WORDS:
@@ -165,7 +165,7 @@ def _phrase(node: Node, schema: Node) -> str:
     text = _KINDS.get(kind, "")
     low, high = node.get("minimum"), node.get("maximum", node.get("exclusiveMaximum", 0) - 1)
     if "enum" in node:
-        text = f"one of {', '.join(node['enum'])}"
+        text = f"one of {', '.join(map(str, node['enum']))}"
     elif node.get("pattern") in _PATTERNS:
         text = _PATTERNS[node["pattern"]]
     elif low is not None and low == high:

@@ -15,12 +15,18 @@ class Journal:
     """Measurements on one GPU of the kernels of one fingerprint."""
 
     def __init__(self, file: Path, gpu: str, fingerprint: str, resume: bool):
-        """Opens the file. Raises BuildError where `resume` is asked of a journal of another GPU or other kernels."""
+        """Opens the file. Raises BuildError where that fails, or it is of another GPU or other kernels, to be resumed.
+
+        Without `resume` the file begins anew.
+        """
         self.file = file
         self._head = {"gpu": gpu, "kernels": fingerprint}
         self.past: list[tuple[Site, Launch, Result]] = list(self._read()) if resume and file.exists() else []
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = file.open("w" if not self.past else "a", encoding="utf-8")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = file.open("w" if not self.past else "a", encoding="utf-8")
+        except OSError as error:
+            raise BuildError(f"{file} cannot be written ({error.strerror}): tables lie beside their spec") from None
         if not self.past:
             self._write(self._head)
         elif not file.read_bytes().endswith(b"\n"):

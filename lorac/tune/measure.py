@@ -8,6 +8,7 @@ import torch
 from lorac.bench.timing import capture, interleaved
 from lorac.bench.workload import TOLERANCE, Workload
 from lorac.errors import BuildError
+from lorac.plan.kernels import ANY_ADAPTERS
 from lorac.plan.model import Launch as Planned
 from lorac.runtime.launch import Kernel, Launch
 from lorac.runtime.step import Step
@@ -30,18 +31,18 @@ class Measurer:
         self._calls: dict[tuple[str, str, int], Call] = {}
 
     def measure(self, site: Site, chosen: dict[Site, Planned], tried: list[Planned]) -> list[Result]:
-        """Results of `tried` at a site. `chosen` has the best so far of every stage of that call, this one's too."""
-        counts = sorted({min(count, site.rows) for count in self.adapters})
+        """Results of `tried` at a site. `chosen` has the best so far of every site of that call, this one's too."""
+        wanted = self.adapters if site.adapters == ANY_ADAPTERS else [site.adapters]
+        counts = sorted({min(count, site.rows) for count in wanted})
         steps = [self.workload.step(site.backend, site.rows, count, site.rank) for count in counts]
-        for stage, launch in chosen.items():
-            self._install(steps[0], stage, launch)
+        self._install(steps[0], chosen)
         call = self._call(steps[0], site)
-        graphs, problems = [], []
+        graphs, problems, pool = [], [], torch.cuda.graph_pool_handle()
         for launch in [chosen[site], *tried]:
-            self._install(steps[0], site, launch)
+            self._install(steps[0], chosen | {site: launch})
             problem = next(filter(None, (self._wrong(step, site, call) for step in steps)), "")
             problems.append(problem)
-            graphs.append(None if problem else capture(lambda: self._run(steps, site.module, call)))
+            graphs.append(None if problem else capture(lambda: self._run(steps, site.module, call), pool))
         if graphs[0] is None:
             raise BuildError(f"{site.backend}.{site.kernel} at {site.rows} rows is wrong as declared: {problems[0]}")
         timings = iter(interleaved([graph for graph in graphs if graph]))
@@ -77,13 +78,16 @@ class Measurer:
         error = self.workload.error(step, site.module, y)
         return "" if error <= TOLERANCE[y.dtype] else f"wrong: a row's relative error is {error:.1e}"
 
-    def _install(self, step: Step, site: Site, planned: Planned) -> None:
-        """Make a site's kernel launch this configuration alone; launches are kept, for compiled code goes with them."""
-        kernel = self._kernel(step, site.kernel)
-        for row in (rows := self.rows(site, planned)):
-            if (kernel, row) not in self._launches:
-                self._launches[kernel, row] = runtime_launch(kernel, row)
-        kernel.launches = tuple(self._launches[kernel, row] for row in rows)
+    def _install(self, step: Step, chosen: dict[Site, Planned]) -> None:
+        """Make the kernels launch these configurations alone; kept, for compiled code goes with a launch."""
+        tables: dict[Kernel, list[tuple]] = {}
+        for site in sorted(chosen):  # a kernel's narrow bounds come first
+            tables.setdefault(self._kernel(step, site.kernel), []).extend(self.rows(site, chosen[site]))
+        for kernel, rows in tables.items():
+            for row in rows:
+                if (kernel, row) not in self._launches:
+                    self._launches[kernel, row] = runtime_launch(kernel, row)
+            kernel.launches = tuple(self._launches[kernel, row] for row in rows)
 
     def _kernel(self, step: Step, name: str) -> Kernel:
         return next(kernel for kernel in step.backend.KERNELS if kernel.name == name)

@@ -1,8 +1,9 @@
-"""What a search found, as a table: the time of a call by the best configurations over that by the declared ones."""
+"""What a search found, as a table a person reads."""
 
 import re
 from collections import defaultdict
 
+from lorac.plan.kernels import ANY_ADAPTERS
 from lorac.tables import table
 from lorac.tune.run import Outcome
 from lorac.tune.search import Search
@@ -10,18 +11,21 @@ from lorac.tune.space import Site
 
 
 def report(outcome: Outcome) -> str:
-    """Per backend and module, what its stages gained together, and how much was tried; then where the table lies."""
-    calls: dict[tuple, dict[int, float]] = defaultdict(dict)
+    """Per kernel what its tiles gained the call they belong to, and how many were tried; then where the table lies."""
+    gains: dict[tuple, dict[int, float]] = defaultdict(dict)
     tried: dict[tuple, int] = defaultdict(int)
     for site, search in outcome.searches.items():
-        key = (site.backend, site.module, site.rank)
-        calls[key][site.rows] = calls[key].get(site.rows, 1.0) * search.gain
+        adapters = "any" if site.adapters == ANY_ADAPTERS else f"≤ {site.adapters}"
+        key = (site.backend, site.kernel, site.rank, adapters)
+        gains[key][site.rows] = search.gain
         tried[key] += len(search.tried)
     sizes = sorted({site.rows for site in outcome.searches})
-    rows = [(*key, *(f"{gains[size]:.3f}" for size in sizes), tried[key]) for key, gains in calls.items()]
+    rows = [
+        (*key, *(f"{of[size]:.3f}" if size in of else "" for size in sizes), tried[key]) for key, of in gains.items()
+    ]
     lines = [
-        "time of base and LoRA, tuned over declared, by rows",
-        table(("backend", "module", "rank", *map(str, sizes), "tried"), rows),
+        "time of base and LoRA with the tile chosen, over that with the one declared, by rows",
+        table(("backend", "kernel", "rank", "adapters", *map(str, sizes), "tried"), rows),
         *_failures(outcome.searches),
         f"{outcome.ended}; wrote {outcome.table}",
     ]

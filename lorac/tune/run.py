@@ -3,39 +3,23 @@
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from lorac.emit import emit
 from lorac.errors import BuildError
-from lorac.fingerprint import fingerprint
-from lorac.plan.build import Tuned, make_plan
-from lorac.plan.model import KernelPlan, Launch, Plan
-from lorac.render.package import launch_row, render
+from lorac.plan.model import Launch
 from lorac.spec import load_spec
-from lorac.spec.backend import Declaration, Kernel, Tile
-from lorac.spec.folders import BackendFolder, find_folders
-from lorac.spec.load import SpecFile
+from lorac.spec.folders import find_folders
 from lorac.tune.journal import Journal
-from lorac.tune.model import Machine, Model, live_segments
 from lorac.tune.search import Result, Search
-from lorac.tune.space import Site, candidates, declared
+from lorac.tune.space import Site
 from lorac.tune.table import table_path, table_text
+from lorac.tune.task import Gpu, Task
 
-ROWS = (1, 16, 64, 128, 256, 1024, 4096)
-KINDS = ("linear", "lm_head")
 _AT_ONCE = 3  # candidates timed beside the best in one visit of a site
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """The present GPU: its name, its target and what the model needs of it."""
-
-    name: str
-    target: str
-    machine: Machine = Machine()
 
 
 Rows = Callable[[Site, Launch], list[tuple]]  # what a configuration is launched as, one per bound on the adapters
@@ -93,23 +77,23 @@ def tune(
             f"its table would serve nothing; add targets: [{gpu.target}]"
         )
     folders = find_folders(file)
-    problem = _Problem(file, folders, gpu, backends, rows)
+    task = Task(file, folders, gpu, backends, rows)
     table = table_path(spec, file.spec.name, gpu.name)
     with tempfile.TemporaryDirectory(prefix="lorac-tune-") as place:
         package = Path(place) / file.spec.name
-        emit(problem.files, package)
-        journal = Journal(table.with_suffix(".journal"), gpu.name, problem.fingerprint, resume)
+        emit(task.files, package)
+        journal = Journal(table.with_suffix(".journal"), gpu.name, task.fingerprint, resume)
         for site, launch, result in journal.past:
-            if site in problem.searches:
-                problem.searches[site].note(launch, result)
+            if site in task.searches:
+                task.searches[site].note(launch, result)
         ended = "the budget is spent"
         if clock() - begun < budget:
-            compiler = tools.compiler(package, problem.rows, gpu.target)
+            compiler = tools.compiler(package, task.rows, gpu.target)
             try:
                 ended = _search(
-                    problem.searches,
+                    task.searches,
                     compiler,
-                    tools.measurer(package, problem.rows),
+                    tools.measurer(package, task.rows),
                     journal,
                     begun,
                     budget,
@@ -119,9 +103,9 @@ def tune(
             finally:
                 compiler.close()
         journal.close()
-    chosen = {site: search.best for site, search in problem.searches.items()}
+    chosen = {site: search.best for site, search in task.searches.items()}
     table.write_text(table_text(file.spec.name, gpu.name, gpu.target, chosen), encoding="utf-8")
-    return Outcome(table, problem.searches, ended)
+    return Outcome(table, task.searches, ended)
 
 
 def _search(searches: dict[Site, Search], compiler, measurer, journal, begun, budget, show, clock) -> str:
@@ -175,81 +159,5 @@ def _visit(site: Site, launches: list[Launch], searches: dict[Site, Search], com
 
 
 def _same_call(a: Site, b: Site) -> bool:
-    """Whether two sites are stages of one call."""
-    return (a.backend, a.module, a.rank, a.rows) == (b.backend, b.module, b.rank, b.rows)
-
-
-class _Problem:
-    """What is to be searched: the sites with their candidates, and a package whose kernels can run all of those."""
-
-    def __init__(self, file: SpecFile, folders: dict[str, BackendFolder], gpu: Gpu, backends, rows):
-        self.spec = file.spec.model_copy(update={"targets": [gpu.target]})
-        self.declarations: dict[str, Declaration] = {name: folder.declaration for name, folder in folders.items()}
-        plan = make_plan(self.spec, file.shapes, self.declarations, {})
-        _known(backends, plan)
-        self.searches: dict[Site, Search] = {}
-        forced: Tuned = {}
-        rendered: dict[str, set[str]] = {}
-        for site, kernel, kernel_plan in self._sites(plan, backends, rows or _sizes(plan)):
-            search = self._search(site, kernel, kernel_plan, plan, gpu)
-            self.searches[site] = search
-            stages = forced.setdefault(site.backend, {})
-            if site.kernel not in rendered.setdefault(site.backend, set()):
-                stages[site.stage] = (*stages.get(site.stage, ()), *((tile, "") for tile in _demanding(search, kernel)))
-                rendered[site.backend].add(site.kernel)
-        able = make_plan(self.spec, file.shapes, self.declarations, forced)
-        paths = {name: folder.path for name, folder in folders.items()}
-        self.fingerprint = fingerprint(able.canonical(), paths.values())
-        self.files = render(able, paths, self.fingerprint)
-        self._kernels = {(b.name, kernel.name): kernel for b in able.backends for kernel in b.kernels}
-
-    def rows(self, site: Site, launch: Launch) -> list[tuple]:
-        """A configuration as rows of the kernel's launch table: one per number of adapters it is specialised for."""
-        kernel = self._kernels[site.backend, site.kernel]
-        bounds = dict.fromkeys(declared.adapters for declared in kernel.launches if declared.rank == launch.rank)
-        return [launch_row(kernel, replace(launch, adapters=bound)) for bound in bounds]
-
-    def _sites(self, plan: Plan, backends, rows) -> Iterator[tuple[Site, Kernel, KernelPlan]]:
-        """In the order they are visited first: a search cut short has seen every module and size."""
-        for size in rows:
-            for backend in plan.backends:
-                for kernel in backend.kernels if not backends or backend.name in backends else ():
-                    if plan.module(kernel.module).kind in KINDS and size <= (kernel.max_rows or size):
-                        declaration = self.declarations[backend.name].kernels[kernel.stage]
-                        for rank in sorted({launch.rank for launch in kernel.launches if launch.rank}):
-                            yield Site(backend.name, kernel.stage, kernel.module, rank, size), declaration, kernel
-
-    def _search(self, site: Site, kernel: Kernel, kernel_plan: KernelPlan, plan: Plan, gpu: Gpu) -> Search:
-        module = plan.module(site.module)
-        backend = next(backend for backend in plan.backends if backend.name == site.backend)
-        batches = [live_segments(backend.segments, site.rows, count) for count in (1, plan.slots)]
-        model = Model(kernel, module, site, batches, plan.dtype, gpu.machine)
-        legal = candidates(kernel, module, site, plan.dtype, (gpu.target,))
-        return Search(site, declared(kernel_plan, site), {launch: model.predict(launch) for launch in legal})
-
-
-def _demanding(search: Search, kernel: Kernel) -> list[Tile]:
-    """Tiles that make the plan render what any candidate needs: sums split over K, masks where a block is ragged.
-
-    The largest block of a dimension is ragged if any is. The tiles' bounds do not matter: a search sets launches.
-    """
-    demands = ["SPLIT_K", *(block for block, dim in kernel.dims.items() if dim in ("in", "out"))]
-    tiles = []
-    for name in demands:
-        launch = max(search.predicted, key=lambda launch: dict(launch.tile).get(name, 1))
-        options = {"warps": launch.warps, "stages": launch.stages, "pdl": launch.pdl}
-        tiles.append(Tile(module=search.site.module, rows=len(tiles) + 1, **options, **dict(launch.tile)))
-    return tiles
-
-
-def _sizes(plan: Plan) -> list[int]:
-    """The usual sizes as far as the spec has graphs for them."""
-    largest = max((*plan.decode.buckets, *plan.prefill.buckets), default=ROWS[-1])
-    return [size for size in ROWS if size <= largest]
-
-
-def _known(backends: list[str] | None, plan: Plan) -> None:
-    have = [backend.name for backend in plan.backends if backend.kernels]
-    for name in backends or ():
-        if name not in have:
-            raise BuildError(f"{plan.name} has no backend {name!r} with kernels: it has {', '.join(have) or 'none'}")
+    """Whether two sites are launched by one call, or would be for other adapters."""
+    return (a.backend, a.module, a.rows) == (b.backend, b.module, b.rows)

@@ -21,12 +21,16 @@ _ACCUMULATORS = 128  # fp32 registers of a thread that a tile of results may tak
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """One place where a launch configuration is chosen: batches of up to `rows` rows, adapters of up to `rank`."""
+    """One place where a launch configuration is chosen: batches of up to `rows` rows, adapters of up to `rank`.
+
+    `adapters` bounds how many of them, for a kernel that is specialised for that number; ANY_ADAPTERS elsewhere.
+    """
 
     backend: str
     stage: str
     module: str
     rank: int
+    adapters: int
     rows: int
 
     @property
@@ -95,7 +99,11 @@ def distance(a: dict[str, int], b: dict[str, int]) -> int:
 def declared(plan: KernelPlan, site: Site) -> Launch:
     """The configuration that the plan launches at a site."""
     found = next(
-        launch for launch in plan.launches if site.rank <= launch.rank and (not launch.rows or site.rows <= launch.rows)
+        launch
+        for launch in plan.launches
+        if site.rank == launch.rank
+        and site.adapters in (launch.adapters, ANY_ADAPTERS)
+        and (not launch.rows or site.rows <= launch.rows)
     )
     return replace(found, rows=site.rows, rank=site.rank, adapters=ANY_ADAPTERS, source="")
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from lorac.plan.kernels import ANY_ADAPTERS
 from lorac.plan.model import Launch
 from lorac.tune.space import Site
 
@@ -43,10 +44,10 @@ def table_text(name: str, gpu: str, target: str, chosen: dict[Site, Launch]) -> 
 
 
 def _groups(chosen: dict[Site, Launch]) -> list[list[Site]]:
-    """Sites of one kernel and rank, by rows."""
+    """Sites of one kernel, rank and number of adapters, by rows."""
     groups: dict[tuple, list[Site]] = {}
     for site in sorted(chosen):
-        groups.setdefault((site.backend, site.stage, site.module, site.rank), []).append(site)
+        groups.setdefault((site.backend, site.stage, site.module, site.rank, site.adapters), []).append(site)
     return list(groups.values())
 
 
@@ -61,6 +62,7 @@ def _merged(group: list[Site], chosen: dict[Site, Launch]) -> list[Site]:
 
 def _row(site: Site, launch: Launch, last: bool) -> str:
     bounds = {"module": site.module} | ({} if last else {"rows": site.rows}) | {"rank": site.rank}
+    bounds |= {} if site.adapters == ANY_ADAPTERS else {"adapters": site.adapters}
     return "{" + ", ".join(f"{name}: {value}" for name, value in (bounds | _sizes(launch)).items()) + "}"
 
 

@@ -11,6 +11,7 @@ from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import interpreted
 from lorac.runtime.layout import Module
 from lorac.runtime.load import load
+from lorac.runtime.package import backend_module
 from lorac.runtime.step import Step
 from lorac.verify.cases import Case, decode_cases, prefill_cases, smaller
 from lorac.verify.check import Outcome, check, filled_slots
@@ -103,15 +104,15 @@ def _steps(package, slots, backends, device: str, report: Report) -> list[Step]:
     """A step per backend that can run here: Triton's kernels need a GPU, or the interpreter in float32 or float16."""
     steps = []
     for backend in backends:
-        step = package.Step(slots, backend)
-        if not step.backend.KERNELS or device == "cuda":
-            steps.append(step)
+        kernels = backend_module(package.__name__, package.BACKENDS, backend).KERNELS
+        if not kernels or device == "cuda":
+            steps.append(package.Step(slots, backend))
         elif not interpreted():
             report.skipped[backend] = "its kernels need a GPU, or TRITON_INTERPRET=1"
         elif package.LAYOUT.dtype == "bfloat16":
             report.skipped[backend] = "Triton's interpreter computes bfloat16 wrongly"
         else:
-            steps.append(step)
+            steps.append(package.Step(slots, backend))
     if not steps:
         reasons = "; ".join(f"{backend}: {reason}" for backend, reason in report.skipped.items())
         raise PackageError(f"no backend of this package can run on {device}: {reasons}")

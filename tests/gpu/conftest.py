@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import lorac
-from lorac.bench.llama import Llama, filled_slots
+from lorac.bench.llama import DecodeForward, Llama, filled_slots
 
+BACKENDS = ["fused", "triton", "csgmv"]
+ROWS = 256  # the largest decode bucket of the package
 PACKAGE = Path(__file__).parents[2] / "generated" / "llama31_8b"
 
 
@@ -32,3 +34,19 @@ def slots(package):
 @pytest.fixture(scope="session")
 def model(package):
     return Llama(package, "cuda:0", layers=2)
+
+
+@pytest.fixture(params=BACKENDS)
+def step(request, package, slots):
+    if request.param not in package.BACKENDS:
+        pytest.skip(f"the package has no backend {request.param}")
+    return package.Step(slots, request.param)
+
+
+@pytest.fixture
+def decode(package, model, step):
+    """A captured forward and its graphs, of every decode key."""
+    forward = DecodeForward(model, step, ROWS)
+    graphs = package.DecodeGraphs(forward, step, forward.inputs(ROWS))
+    graphs.capture()
+    return forward, graphs

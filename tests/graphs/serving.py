@@ -66,7 +66,7 @@ def save_adapter(folder, layout, rank: int, generator: torch.Generator):
 
 
 class Model(torch.nn.Module):
-    """qkv -> attention (a break; rows stay apart) -> down with LoRA, a residual around. x [rows, hidden] -> the same."""
+    """qkv -> attention (a break; rows stay apart) -> down, with LoRA and a residual. x [rows, hidden] -> the same."""
 
     def __init__(self, package, step, generator: torch.Generator):
         super().__init__()

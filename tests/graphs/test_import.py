@@ -1,44 +1,46 @@
 """Importing a package costs little beyond torch and Triton, and leaves the compiler's dependencies alone."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import yaml
 from serving import SPEC
 
+from lorac.compile import compile_spec
+from lorac.emit import emit
+
+# In definitions of a dataclass, which is work of the same kind: milliseconds would measure how busy the machine is.
+# Where one takes a third of a millisecond this is 30 ms.
+LIMIT = 90
 CODE = """
-import sys, time
-import torch, triton, triton.language, safetensors
-import torch.distributed, torch._dynamo
-started = time.process_time()
-sys.path.insert(0, {root!r})
-sys.path.insert(0, {parent!r})
-import {name}
-print((time.process_time() - started) * 1000)
-unwanted = ("pydantic", "jinja2", "yaml", "rich")
-print([name for name in unwanted if name in sys.modules])
+import dataclasses, sys, time
+import torch, triton, triton.language, safetensors, torch.distributed
+
+def timed(run):
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+fields = list("abcdefgh")
+define = lambda: [dataclasses.make_dataclass("Unit", fields, frozen=True) for _ in range(20)]
+before = timed(define)
+took = timed(lambda: __import__("imported_package"))
+print(took / ((before + timed(define)) / 40))
+print([name for name in ("pydantic", "jinja2", "yaml", "rich") if name in sys.modules])
 """
 
 
-def test_a_package_imports_in_30_ms(build, tmp_path):
-    from lorac.compile import compile_spec
-    from lorac.emit import emit
-
-    spec = tmp_path / "spec.yaml"
-    import yaml
-
-    spec.write_text(yaml.safe_dump(SPEC))
-    compiled = compile_spec(spec)
-    emit(compiled.files, tmp_path / "imported_package")
-    root = str(Path(__file__).parents[2])
-    code = CODE.format(root=root, parent=str(tmp_path), name="imported_package")
-    best = None
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def test_a_package_imports_quickly(tmp_path):
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(SPEC))
+    emit(compile_spec(tmp_path / "spec.yaml").files, tmp_path / "imported_package")
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}", "TRITON_INTERPRET": "0"}
+    took = []
+    for _ in range(2):  # the first writes bytecode
+        done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        took, unwanted = done.stdout.splitlines()
+        units, unwanted = done.stdout.splitlines()
         assert unwanted == "[]"
-        best = min(float(took), best or 1e9)
-        if best < 30:
-            break
-    assert best < 30
+        took.append(float(units))
+    assert min(took) < LIMIT, took

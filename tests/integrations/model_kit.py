@@ -112,10 +112,11 @@ def package(config, folder: Path, **changes):
 class Served:
     """A model of a family, attached, with the adapters in slots; `oracle` is what PEFT makes of a call."""
 
-    def __init__(self, family: Family, package, backend: str):
+    def __init__(self, family: Family, package, backend: str, device: str = "cpu"):
         self.family, self.package = family, package
-        self.model = copy.deepcopy(family.model)
-        self.slots = package.Slots("cpu")
+        self.model = copy.deepcopy(family.model).to(device)
+        self.oracles = {name: copy.deepcopy(model).to(device) for name, model in family.oracles.items()}
+        self.slots = package.Slots(device)
         for name, folder in family.folders.items():
             self.slots.load(folder, name=name)
         self.step = package.Step(self.slots, backend)
@@ -124,7 +125,7 @@ class Served:
     @torch.no_grad()
     def oracle(self, name: str | None, tokens: torch.Tensor, **options) -> torch.Tensor:
         """Logits of the whole batch under one adapter."""
-        return self.family.oracles[name](input_ids=tokens, **options).logits
+        return self.oracles[name](input_ids=tokens, **options).logits
 
     def check(self, rows: list, tokens: torch.Tensor, **options) -> None:
         """Each row of a mixed batch equals PEFT's, base rows to the bit, and adapters show."""

@@ -7,6 +7,7 @@ import model_kit as kit
 import pytest
 import torch
 
+from lorac.integrations import example
 from lorac.integrations.sites import find_sites
 from lorac.integrations.transformers import attach
 from lorac.runtime.errors import PackageError, ShapeError, SlotError, TicketError
@@ -35,7 +36,7 @@ def test_a_mixed_batch_generates_what_peft_does_for_each_adapter(served, family,
     rows = ["sql", None, "poet"]
     tokens, mask = kit.prompt(3, 6, generator, short=2)
     made = s.handle.generate(tokens, adapters=rows, attention_mask=mask, **GREEDY)
-    expected = [s.family.oracles[name].generate(input_ids=tokens, attention_mask=mask, **GREEDY) for name in rows]
+    expected = [s.oracles[name].generate(input_ids=tokens, attention_mask=mask, **GREEDY) for name in rows]
     assert made.tolist() == [outputs[row].tolist() for row, outputs in enumerate(expected)]
     if graphs:
         stats = s.handle.static.graphs.stats()
@@ -58,7 +59,7 @@ def test_graphs_serve_changing_batches_over_one_cache(served, family, generator)
         tokens, mask = kit.prompt(len(rows), 5, generator, short=1)
         made = s.handle.generate(tokens, adapters=rows, attention_mask=mask, **GREEDY)
         for row, name in enumerate(rows):
-            expected = s.family.oracles[name].generate(input_ids=tokens, attention_mask=mask, **GREEDY)
+            expected = s.oracles[name].generate(input_ids=tokens, attention_mask=mask, **GREEDY)
             assert made[row].tolist() == expected[row].tolist()
     assert not s.handle.static.graphs.stats()["fallbacks"]
 
@@ -70,7 +71,7 @@ def test_beams_are_rows(served, generator):
     for _ in range(2):
         made = s.handle.generate(tokens, adapters=rows, num_beams=2, **GREEDY)
         for row, name in enumerate(["sql", "poet"]):
-            expected = s.family.oracles[name].generate(input_ids=tokens, num_beams=2, **GREEDY)
+            expected = s.oracles[name].generate(input_ids=tokens, num_beams=2, **GREEDY)
             assert made[row].tolist() == expected[row].tolist()
         s.handle.capture(rows=4, length=16)  # the second time with graphs
 
@@ -82,7 +83,7 @@ def test_embeddings_given_instead_of_tokens_take_no_embedding_adapter(served, ge
     with s.handle.rows(["poet", None]):
         made = s.model(inputs_embeds=embeddings).logits
     with torch.no_grad():
-        expected = s.family.oracles["poet"](inputs_embeds=embeddings).logits
+        expected = s.oracles["poet"](inputs_embeds=embeddings).logits
     torch.testing.assert_close(made[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
@@ -141,14 +142,10 @@ def test_adapters_take_turns_in_fewer_slots(served, generator):
     s = served("llama")
     for name in ("third", "fourth", "fifth", "sixth"):
         s.slots.register(name, s.family.folders["sql"])
-        s.family.oracles[name] = s.family.oracles["sql"]
+        s.oracles[name] = s.oracles["sql"]
     tokens, _ = kit.prompt(3, 4, generator)
-    try:
-        for rows in (["sql", "poet", "third"], ["fourth", "fifth", "sixth"], ["sql", "poet", None]):
-            s.check(rows, tokens)
-    finally:
-        for name in ("third", "fourth", "fifth", "sixth"):
-            del s.family.oracles[name]
+    for rows in (["sql", "poet", "third"], ["fourth", "fifth", "sixth"], ["sql", "poet", None]):
+        s.check(rows, tokens)
     with pytest.raises(SlotError, match="4 adapters, and there are 3 slots"):
         s.handle.generate(tokens, adapters=["sql", "poet", "third", "fourth"])
 
@@ -199,7 +196,7 @@ def test_a_model_of_another_shape_is_refused_with_what_differs(served):
     without = copy.deepcopy(s.model)
     del without.model.layers[0].self_attn.o_proj
     refused(without, "layer 0: the model has no self_attn.o_proj")
-    refused(copy.deepcopy(s.family.oracles["sql"].base_model.model), "PEFT has put adapters into the model")
+    refused(copy.deepcopy(s.oracles["sql"].base_model.model), "PEFT has put adapters into the model")
     refused(
         copy.deepcopy(s.model).to("meta"),
         "lm_head is on meta, the slots on cpu|embed_tokens is on meta|q_proj is on meta",
@@ -220,3 +217,10 @@ def test_parts_of_different_packages_are_refused(served, tmp_path):
     s.handle.detach()
     with pytest.raises(PackageError, match="slots of that package"):
         attach(s.model, s.package, s.slots, other.step)
+
+
+def test_the_example_tells_what_peft_says(capsys):
+    example.main()
+    out = capsys.readouterr().out
+    assert out.count("as PEFT") == 6 and "NOT" not in out
+    assert out.count("not as the base model") == 4

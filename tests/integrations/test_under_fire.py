@@ -100,11 +100,10 @@ def machine(package, versions: list[Adapter]):
             self.slots: Slots = package.Slots("cpu", cache_bytes=total // 3)
             self.step: Step = package.Step(self.slots, "torch")
             self.truth: dict[str, int] = {}  # names to the version last registered
-            self.resident: dict[str, int] = {}  # and to the version in their slot
             self.batch: list[tuple[str | None, int]] | None = None  # (name, version) per row of the ticket
             self.stale = False  # a slot of the ticket has changed
             self.decode = package.DecodeGraphs(self.both, self.step, [x[:8] for x in inputs(package, 8).values()])
-            self.decode.capture([4, 8])
+            self.decode.capture()
 
         def both(self, *x):
             return tuple(run(package, self.step, dict(zip(MODULES, x, strict=True))).values())
@@ -127,7 +126,7 @@ def machine(package, versions: list[Adapter]):
             except SlotError:
                 assert name not in self.names()
                 return
-            self.truth[name] = self.resident[name] = version
+            self.truth[name] = version
             self.changed(name)
 
         @rule(name=name_of)
@@ -146,14 +145,14 @@ def machine(package, versions: list[Adapter]):
 
         @rule(rows=st.lists(st.one_of(st.none(), name_of), min_size=1, max_size=8), prefill=st.booleans())
         def prepare(self, rows, prefill):
+            before = {resident.name: resident.version for resident in self.slots.adapters()}
             try:
                 self.slots.ensure(rows)
             except SlotError:
                 return
-            finally:  # some may have been brought even so, a ticket's adapter in its new version
+            finally:  # some may have been brought even so, an adapter of the ticket in its new version
                 for resident in self.slots.adapters():
-                    if self.truth[resident.name] != self.resident.get(resident.name) and resident.name in rows:
-                        self.resident[resident.name] = self.truth[resident.name]
+                    if resident.version != before.get(resident.name):
                         self.changed(resident.name)
             if prefill:
                 self.step.prepare_prefill([(name, 1 + at % 2) for at, name in enumerate(rows)])

@@ -9,6 +9,35 @@ import triton.language as tl
 from lorac.runtime.launch import Kernel, cdiv
 from lorac.runtime.step import Batch, Scratch
 
+
+@triton.jit
+def _b_tile(b, active, n, wanted_n, first, ACTIVE: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr):
+    """B of CHUNK columns (entry of `active`, r) from `first`, [n, CHUNK]; with an entry for every slot, no look-up."""
+    SLOTS: tl.constexpr = 8
+    R: tl.constexpr = 64
+    c = first + tl.arange(0, CHUNK)
+    entry = c // BLOCK_R
+    r = c % BLOCK_R
+    if ACTIVE >= SLOTS:
+        slot = entry
+        wanted = (entry < SLOTS) & (r < R)
+    else:
+        # the columns of an adapter share its slot: said so, their loads are wide
+        slot = tl.max_constancy(tl.load(active + entry), [BLOCK_R])
+        wanted = (slot >= 0) & (r < R)
+    b_at = b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :]
+    if wanted_n is None:
+        return tl.load(b_at, mask=wanted[None, :], other=0.0)
+    else:
+        return tl.load(b_at, mask=wanted[None, :] & wanted_n[:, None], other=0.0)
+
+
+@triton.jit
+def _not_before(value):
+    """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=2)
+
+
 # qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
 
 
@@ -18,60 +47,67 @@ def shrink_qkv_proj(
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, column] = scale * sum_k x[row, k] * A[slot, part, r, k] of all active adapters, for qkv_proj.
+    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for qkv_proj.
 
-    column = (entry of `active`, slice, r); it is written in the rows of its adapter alone. One program: BLOCK_N columns
-    of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = ACTIVE * SLICES * BLOCK_R
+    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
     x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
+    row = tl.arange(0, BLOCK_M)
+    live = row < rows
+    own_slot = tl.load(row_slot + row, mask=live, other=-1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    entry = column // (SLICES * BLOCK_R)
-    part = column // BLOCK_R % SLICES
+    part = column // (ACTIVE * BLOCK_R) % SLICES
+    entry = column // BLOCK_R % ACTIVE
     r = column % BLOCK_R
-    slot = tl.load(active + entry, mask=(column < COLUMNS) & (entry < SLOTS), other=-1).to(tl.int64)
-    wanted = slot >= 0
+    if ACTIVE >= SLOTS:
+        # an entry for every slot: which of them have rows is seen without a look-up
+        slot = entry
+        own = own_slot[None, :] == slot[:, None]
+        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
+    else:
+        slot = tl.load(active + entry)
+        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
+        wanted = (slot >= 0) & (column < COLUMNS)
     wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    a_row = a + (slot * SLICES * R + part * R + r) * K
+    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
+    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
     if PDL:
         # x is the previous kernel's; once it is there, the projection may start on its base
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.max(slot, 0) < 0:
-        return
 
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
-        a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-        x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-        acc = tl.dot(a_tile, x_tile, acc)
+    if tl.max(wanted.to(tl.int32), axis=0) > 0:
+        SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+        for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
+            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
+            acc = tl.dot(a_tile, x_tile, acc)
 
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    own = tl.load(row_slot + row, mask=live, other=-1)[None, :] == slot[:, None]
-    own = own & (slot >= 0)[:, None]
     at = row[None, :] * COLUMNS + column[:, None]
+    inside_h = (column < COLUMNS)[:, None]
     if SPLIT_K == 1:
-        tl.store(h + at, (acc * own_scale[:, None]).to(h.dtype.element_ty), mask=own)
+        tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
     else:
         # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        tl.store(parts + share * (BLOCK_M * COLUMNS) + at, acc, mask=own)
+        plane = BLOCK_M * COLUMNS
+        tl.store(parts + share * plane + at, acc, mask=inside_h)
         tl.debug_barrier()
         if tl.atomic_add(ticks + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in range(SPLIT_K):
-                total += tl.load(parts + other * (BLOCK_M * COLUMNS) + at, mask=own, other=0.0)
-            tl.store(h + at, (total * own_scale[:, None]).to(h.dtype.element_ty), mask=own)
+            for other in tl.static_range(SPLIT_K):
+                total += tl.load(parts + other * plane + at, mask=inside_h, other=0.0, cache_modifier=".cg")
+            tl.store(h + at, tl.where(own, total * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
             tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
 
 
@@ -105,22 +141,22 @@ SHRINK_QKV_PROJ = Kernel(
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_qkv_proj(
-    x, x_stride, weight, b, rank, row_slot, active, h, y, rows,
+    x, x_stride, weight, b, active, h, y, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj.
 
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c
-    takes all active adapters at once: a column of h counts in its adapter's rows only, so that base rows add exact
-    zeros. With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the
-    base is summed before the wait.
+    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
+    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
+    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
+    summed before the wait.
     """
     K: tl.constexpr = 4096
     N: tl.constexpr = 6144
     SLICES: tl.constexpr = 3
-    SLOTS: tl.constexpr = 8
-    R: tl.constexpr = 64
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
     tile = tl.program_id(0)
     part = 0
@@ -146,34 +182,33 @@ def project_qkv_proj(
     k = tl.arange(0, BLOCK_K)
     w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
     x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
+    if WIDTH > 0 and WIDTH == CHUNK:
+        # all of B's columns at once: on their way while the base is summed
+        b_early = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and ACTIVE == 0:
+    if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
     for first in range(0, K, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
-    if ACTIVE > 0:
-        COLUMNS: tl.constexpr = ACTIVE * BLOCK_R
-        CHUNK: tl.constexpr = COLUMNS if COLUMNS < BLOCK_C else BLOCK_C
-        own_slot = tl.load(row_slot + row, mask=live, other=-1)
+    if WIDTH > 0:
         if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        for first in tl.range(0, COLUMNS, CHUNK, num_stages=2):
-            c = first + tl.arange(0, CHUNK)
-            entry = c // BLOCK_R
-            r = c % BLOCK_R
-            # the columns of an adapter share its slot: said so, their loads are wide
-            slot = tl.max_constancy(tl.load(active + entry, mask=entry < SLOTS, other=-1), [BLOCK_R])
-            wanted = (slot >= 0) & (r < tl.load(rank + slot * SLICES + part, mask=slot >= 0, other=0))
-            b_at = b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :]
-            b_tile = tl.load(b_at, mask=wanted[None, :], other=0.0)
-            own = (own_slot[None, :] == slot[:, None]) & wanted[:, None]
-            h_at = h + row[None, :] * (COLUMNS * SLICES) + ((entry * SLICES + part) * BLOCK_R + r)[:, None]
-            h_tile = tl.load(h_at, mask=own, other=0.0)
-            acc = tl.dot(b_tile, h_tile, acc)
-    if PDL:
+        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
+        if WIDTH == CHUNK:
+            h_tile = tl.load(h_at, cache_modifier=".cg")
+            if PDL:
+                b_early = _not_before(b_early)
+            acc = tl.dot(b_early, h_tile, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = tl.load(h_at + first, cache_modifier=".cg")
+                acc = tl.dot(b_tile, h_tile, acc)
+    elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
     y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :])
@@ -186,8 +221,6 @@ PROJECT_QKV_PROJ = Kernel(
         "x_stride": "i32",
         "weight": "*bf16",
         "b": "*bf16",
-        "rank": "*i32",
-        "row_slot": "*i32",
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
@@ -197,13 +230,13 @@ PROJECT_QKV_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 6, True, 0, 32, 16, 64, 128, 128, 1),
+        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
         (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 1),
         (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 6, True, 1, 32, 64, 64, 128, 128, 1),
+        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
         (64, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 128, 1),
         (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 6, True, 8, 32, 64, 64, 128, 128, 1),
+        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
         (64, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 128, 1),
     ),
 )
@@ -445,7 +478,7 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", rows * launch.ACTIVE * 3 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 3 * launch.BLOCK_R, x.dtype)
     if batch.adapters:
         shrink = SHRINK_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 3 * shrink.BLOCK_R, shrink.BLOCK_N)
@@ -476,8 +509,6 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         x_stride=x.stride(0),
         weight=weight,
         b=b,
-        rank=rank,
-        row_slot=index.row_slot,
         active=index.active,
         h=h,
         y=y,
@@ -495,60 +526,67 @@ def shrink_o_proj(
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, column] = scale * sum_k x[row, k] * A[slot, part, r, k] of all active adapters, for o_proj.
+    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for o_proj.
 
-    column = (entry of `active`, slice, r); it is written in the rows of its adapter alone. One program: BLOCK_N columns
-    of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = ACTIVE * SLICES * BLOCK_R
+    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
     x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
+    row = tl.arange(0, BLOCK_M)
+    live = row < rows
+    own_slot = tl.load(row_slot + row, mask=live, other=-1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    entry = column // (SLICES * BLOCK_R)
-    part = column // BLOCK_R % SLICES
+    part = column // (ACTIVE * BLOCK_R) % SLICES
+    entry = column // BLOCK_R % ACTIVE
     r = column % BLOCK_R
-    slot = tl.load(active + entry, mask=(column < COLUMNS) & (entry < SLOTS), other=-1).to(tl.int64)
-    wanted = slot >= 0
+    if ACTIVE >= SLOTS:
+        # an entry for every slot: which of them have rows is seen without a look-up
+        slot = entry
+        own = own_slot[None, :] == slot[:, None]
+        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
+    else:
+        slot = tl.load(active + entry)
+        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
+        wanted = (slot >= 0) & (column < COLUMNS)
     wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    a_row = a + (slot * SLICES * R + part * R + r) * K
+    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
+    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
     if PDL:
         # x is the previous kernel's; once it is there, the projection may start on its base
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.max(slot, 0) < 0:
-        return
 
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
-        a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-        x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-        acc = tl.dot(a_tile, x_tile, acc)
+    if tl.max(wanted.to(tl.int32), axis=0) > 0:
+        SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+        for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
+            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
+            acc = tl.dot(a_tile, x_tile, acc)
 
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    own = tl.load(row_slot + row, mask=live, other=-1)[None, :] == slot[:, None]
-    own = own & (slot >= 0)[:, None]
     at = row[None, :] * COLUMNS + column[:, None]
+    inside_h = (column < COLUMNS)[:, None]
     if SPLIT_K == 1:
-        tl.store(h + at, (acc * own_scale[:, None]).to(h.dtype.element_ty), mask=own)
+        tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
     else:
         # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        tl.store(parts + share * (BLOCK_M * COLUMNS) + at, acc, mask=own)
+        plane = BLOCK_M * COLUMNS
+        tl.store(parts + share * plane + at, acc, mask=inside_h)
         tl.debug_barrier()
         if tl.atomic_add(ticks + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in range(SPLIT_K):
-                total += tl.load(parts + other * (BLOCK_M * COLUMNS) + at, mask=own, other=0.0)
-            tl.store(h + at, (total * own_scale[:, None]).to(h.dtype.element_ty), mask=own)
+            for other in tl.static_range(SPLIT_K):
+                total += tl.load(parts + other * plane + at, mask=inside_h, other=0.0, cache_modifier=".cg")
+            tl.store(h + at, tl.where(own, total * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
             tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
 
 
@@ -582,22 +620,22 @@ SHRINK_O_PROJ = Kernel(
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_o_proj(
-    x, x_stride, weight, b, rank, row_slot, active, h, y, rows,
+    x, x_stride, weight, b, active, h, y, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj.
 
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c
-    takes all active adapters at once: a column of h counts in its adapter's rows only, so that base rows add exact
-    zeros. With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the
-    base is summed before the wait.
+    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
+    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
+    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
+    summed before the wait.
     """
     K: tl.constexpr = 4096
     N: tl.constexpr = 4096
     SLICES: tl.constexpr = 1
-    SLOTS: tl.constexpr = 8
-    R: tl.constexpr = 64
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
     tile = tl.program_id(0)
     part = 0
@@ -611,34 +649,33 @@ def project_o_proj(
     k = tl.arange(0, BLOCK_K)
     w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
     x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
+    if WIDTH > 0 and WIDTH == CHUNK:
+        # all of B's columns at once: on their way while the base is summed
+        b_early = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and ACTIVE == 0:
+    if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
     for first in range(0, K, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
-    if ACTIVE > 0:
-        COLUMNS: tl.constexpr = ACTIVE * BLOCK_R
-        CHUNK: tl.constexpr = COLUMNS if COLUMNS < BLOCK_C else BLOCK_C
-        own_slot = tl.load(row_slot + row, mask=live, other=-1)
+    if WIDTH > 0:
         if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        for first in tl.range(0, COLUMNS, CHUNK, num_stages=2):
-            c = first + tl.arange(0, CHUNK)
-            entry = c // BLOCK_R
-            r = c % BLOCK_R
-            # the columns of an adapter share its slot: said so, their loads are wide
-            slot = tl.max_constancy(tl.load(active + entry, mask=entry < SLOTS, other=-1), [BLOCK_R])
-            wanted = (slot >= 0) & (r < tl.load(rank + slot * SLICES + part, mask=slot >= 0, other=0))
-            b_at = b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :]
-            b_tile = tl.load(b_at, mask=wanted[None, :], other=0.0)
-            own = (own_slot[None, :] == slot[:, None]) & wanted[:, None]
-            h_at = h + row[None, :] * (COLUMNS * SLICES) + ((entry * SLICES + part) * BLOCK_R + r)[:, None]
-            h_tile = tl.load(h_at, mask=own, other=0.0)
-            acc = tl.dot(b_tile, h_tile, acc)
-    if PDL:
+        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
+        if WIDTH == CHUNK:
+            h_tile = tl.load(h_at, cache_modifier=".cg")
+            if PDL:
+                b_early = _not_before(b_early)
+            acc = tl.dot(b_early, h_tile, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = tl.load(h_at + first, cache_modifier=".cg")
+                acc = tl.dot(b_tile, h_tile, acc)
+    elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
     y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :])
@@ -651,8 +688,6 @@ PROJECT_O_PROJ = Kernel(
         "x_stride": "i32",
         "weight": "*bf16",
         "b": "*bf16",
-        "rank": "*i32",
-        "row_slot": "*i32",
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
@@ -662,13 +697,13 @@ PROJECT_O_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 6, True, 0, 32, 16, 64, 128, 128, 1),
+        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
         (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 1),
         (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 6, True, 1, 32, 64, 64, 128, 128, 1),
+        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
         (64, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 128, 1),
         (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 6, True, 8, 32, 64, 64, 128, 128, 1),
+        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
         (64, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 128, 1),
     ),
 )
@@ -898,7 +933,7 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", rows * launch.ACTIVE * 1 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 1 * launch.BLOCK_R, x.dtype)
     if batch.adapters:
         shrink = SHRINK_O_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 1 * shrink.BLOCK_R, shrink.BLOCK_N)
@@ -929,8 +964,6 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
         x_stride=x.stride(0),
         weight=weight,
         b=b,
-        rank=rank,
-        row_slot=index.row_slot,
         active=index.active,
         h=h,
         y=y,
@@ -948,60 +981,67 @@ def shrink_gate_up_proj(
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, column] = scale * sum_k x[row, k] * A[slot, part, r, k] of all active adapters, for gate_up_proj.
+    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for gate_up_proj.
 
-    column = (entry of `active`, slice, r); it is written in the rows of its adapter alone. One program: BLOCK_N columns
-    of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 2
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = ACTIVE * SLICES * BLOCK_R
+    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
     x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
+    row = tl.arange(0, BLOCK_M)
+    live = row < rows
+    own_slot = tl.load(row_slot + row, mask=live, other=-1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    entry = column // (SLICES * BLOCK_R)
-    part = column // BLOCK_R % SLICES
+    part = column // (ACTIVE * BLOCK_R) % SLICES
+    entry = column // BLOCK_R % ACTIVE
     r = column % BLOCK_R
-    slot = tl.load(active + entry, mask=(column < COLUMNS) & (entry < SLOTS), other=-1).to(tl.int64)
-    wanted = slot >= 0
+    if ACTIVE >= SLOTS:
+        # an entry for every slot: which of them have rows is seen without a look-up
+        slot = entry
+        own = own_slot[None, :] == slot[:, None]
+        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
+    else:
+        slot = tl.load(active + entry)
+        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
+        wanted = (slot >= 0) & (column < COLUMNS)
     wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    a_row = a + (slot * SLICES * R + part * R + r) * K
+    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
+    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
     if PDL:
         # x is the previous kernel's; once it is there, the projection may start on its base
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.max(slot, 0) < 0:
-        return
 
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
-        a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-        x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-        acc = tl.dot(a_tile, x_tile, acc)
+    if tl.max(wanted.to(tl.int32), axis=0) > 0:
+        SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+        for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
+            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
+            acc = tl.dot(a_tile, x_tile, acc)
 
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    own = tl.load(row_slot + row, mask=live, other=-1)[None, :] == slot[:, None]
-    own = own & (slot >= 0)[:, None]
     at = row[None, :] * COLUMNS + column[:, None]
+    inside_h = (column < COLUMNS)[:, None]
     if SPLIT_K == 1:
-        tl.store(h + at, (acc * own_scale[:, None]).to(h.dtype.element_ty), mask=own)
+        tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
     else:
         # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        tl.store(parts + share * (BLOCK_M * COLUMNS) + at, acc, mask=own)
+        plane = BLOCK_M * COLUMNS
+        tl.store(parts + share * plane + at, acc, mask=inside_h)
         tl.debug_barrier()
         if tl.atomic_add(ticks + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in range(SPLIT_K):
-                total += tl.load(parts + other * (BLOCK_M * COLUMNS) + at, mask=own, other=0.0)
-            tl.store(h + at, (total * own_scale[:, None]).to(h.dtype.element_ty), mask=own)
+            for other in tl.static_range(SPLIT_K):
+                total += tl.load(parts + other * plane + at, mask=inside_h, other=0.0, cache_modifier=".cg")
+            tl.store(h + at, tl.where(own, total * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
             tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
 
 
@@ -1035,22 +1075,22 @@ SHRINK_GATE_UP_PROJ = Kernel(
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_gate_up_proj(
-    x, x_stride, weight, b, rank, row_slot, active, h, y, rows,
+    x, x_stride, weight, b, active, h, y, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for gate_up_proj.
 
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c
-    takes all active adapters at once: a column of h counts in its adapter's rows only, so that base rows add exact
-    zeros. With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the
-    base is summed before the wait.
+    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
+    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
+    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
+    summed before the wait.
     """
     K: tl.constexpr = 4096
     N: tl.constexpr = 28672
     SLICES: tl.constexpr = 2
-    SLOTS: tl.constexpr = 8
-    R: tl.constexpr = 64
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
     tile = tl.program_id(0)
     part = 0
@@ -1070,34 +1110,33 @@ def project_gate_up_proj(
     k = tl.arange(0, BLOCK_K)
     w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
     x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
+    if WIDTH > 0 and WIDTH == CHUNK:
+        # all of B's columns at once: on their way while the base is summed
+        b_early = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and ACTIVE == 0:
+    if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
     for first in range(0, K, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
-    if ACTIVE > 0:
-        COLUMNS: tl.constexpr = ACTIVE * BLOCK_R
-        CHUNK: tl.constexpr = COLUMNS if COLUMNS < BLOCK_C else BLOCK_C
-        own_slot = tl.load(row_slot + row, mask=live, other=-1)
+    if WIDTH > 0:
         if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        for first in tl.range(0, COLUMNS, CHUNK, num_stages=2):
-            c = first + tl.arange(0, CHUNK)
-            entry = c // BLOCK_R
-            r = c % BLOCK_R
-            # the columns of an adapter share its slot: said so, their loads are wide
-            slot = tl.max_constancy(tl.load(active + entry, mask=entry < SLOTS, other=-1), [BLOCK_R])
-            wanted = (slot >= 0) & (r < tl.load(rank + slot * SLICES + part, mask=slot >= 0, other=0))
-            b_at = b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :]
-            b_tile = tl.load(b_at, mask=wanted[None, :], other=0.0)
-            own = (own_slot[None, :] == slot[:, None]) & wanted[:, None]
-            h_at = h + row[None, :] * (COLUMNS * SLICES) + ((entry * SLICES + part) * BLOCK_R + r)[:, None]
-            h_tile = tl.load(h_at, mask=own, other=0.0)
-            acc = tl.dot(b_tile, h_tile, acc)
-    if PDL:
+        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
+        if WIDTH == CHUNK:
+            h_tile = tl.load(h_at, cache_modifier=".cg")
+            if PDL:
+                b_early = _not_before(b_early)
+            acc = tl.dot(b_early, h_tile, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = tl.load(h_at + first, cache_modifier=".cg")
+                acc = tl.dot(b_tile, h_tile, acc)
+    elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
     y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :])
@@ -1110,8 +1149,6 @@ PROJECT_GATE_UP_PROJ = Kernel(
         "x_stride": "i32",
         "weight": "*bf16",
         "b": "*bf16",
-        "rank": "*i32",
-        "row_slot": "*i32",
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
@@ -1120,15 +1157,15 @@ PROJECT_GATE_UP_PROJ = Kernel(
     ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 3, True, 0, 16, 16, 128, 128, 128, 1),
+        (16, 0, 0, 4, 4, True, 0, 16, 16, 64, 128, 128, 1),
         (32, 0, 0, 4, 4, True, 0, 32, 16, 64, 128, 128, 1),
-        (64, 0, 0, 4, 3, True, 0, 64, 16, 64, 64, 128, 1),
-        (16, 64, 1, 4, 3, True, 1, 16, 64, 128, 128, 128, 1),
+        (64, 0, 0, 4, 4, True, 0, 64, 16, 128, 64, 128, 1),
+        (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 128, 1),
         (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 128, 1),
-        (64, 64, 1, 4, 3, True, 1, 64, 64, 64, 64, 128, 1),
-        (16, 64, 8, 4, 3, True, 8, 16, 64, 128, 128, 128, 1),
+        (64, 64, 1, 4, 4, True, 1, 64, 64, 128, 64, 128, 1),
+        (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 128, 1),
         (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 128, 1),
-        (64, 64, 8, 4, 3, True, 8, 64, 64, 64, 64, 128, 1),
+        (64, 64, 8, 4, 4, True, 8, 64, 64, 128, 64, 128, 1),
     ),
 )
 
@@ -1365,7 +1402,7 @@ def linear_gate_up_proj(
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", rows * launch.ACTIVE * 2 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 2 * launch.BLOCK_R, x.dtype)
     if batch.adapters:
         shrink = SHRINK_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 2 * shrink.BLOCK_R, shrink.BLOCK_N)
@@ -1396,8 +1433,6 @@ def linear_gate_up_proj(
         x_stride=x.stride(0),
         weight=weight,
         b=b,
-        rank=rank,
-        row_slot=index.row_slot,
         active=index.active,
         h=h,
         y=y,
@@ -1415,60 +1450,67 @@ def shrink_down_proj(
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, column] = scale * sum_k x[row, k] * A[slot, part, r, k] of all active adapters, for down_proj.
+    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for down_proj.
 
-    column = (entry of `active`, slice, r); it is written in the rows of its adapter alone. One program: BLOCK_N columns
-    of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
     """
     K: tl.constexpr = 14336
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = ACTIVE * SLICES * BLOCK_R
+    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
     x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
+    row = tl.arange(0, BLOCK_M)
+    live = row < rows
+    own_slot = tl.load(row_slot + row, mask=live, other=-1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    entry = column // (SLICES * BLOCK_R)
-    part = column // BLOCK_R % SLICES
+    part = column // (ACTIVE * BLOCK_R) % SLICES
+    entry = column // BLOCK_R % ACTIVE
     r = column % BLOCK_R
-    slot = tl.load(active + entry, mask=(column < COLUMNS) & (entry < SLOTS), other=-1).to(tl.int64)
-    wanted = slot >= 0
+    if ACTIVE >= SLOTS:
+        # an entry for every slot: which of them have rows is seen without a look-up
+        slot = entry
+        own = own_slot[None, :] == slot[:, None]
+        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
+    else:
+        slot = tl.load(active + entry)
+        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
+        wanted = (slot >= 0) & (column < COLUMNS)
     wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    a_row = a + (slot * SLICES * R + part * R + r) * K
+    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
+    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
     if PDL:
         # x is the previous kernel's; once it is there, the projection may start on its base
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.max(slot, 0) < 0:
-        return
 
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
-        a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-        x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-        acc = tl.dot(a_tile, x_tile, acc)
+    if tl.max(wanted.to(tl.int32), axis=0) > 0:
+        SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+        for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
+            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
+            acc = tl.dot(a_tile, x_tile, acc)
 
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    own = tl.load(row_slot + row, mask=live, other=-1)[None, :] == slot[:, None]
-    own = own & (slot >= 0)[:, None]
     at = row[None, :] * COLUMNS + column[:, None]
+    inside_h = (column < COLUMNS)[:, None]
     if SPLIT_K == 1:
-        tl.store(h + at, (acc * own_scale[:, None]).to(h.dtype.element_ty), mask=own)
+        tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
     else:
         # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        tl.store(parts + share * (BLOCK_M * COLUMNS) + at, acc, mask=own)
+        plane = BLOCK_M * COLUMNS
+        tl.store(parts + share * plane + at, acc, mask=inside_h)
         tl.debug_barrier()
         if tl.atomic_add(ticks + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in range(SPLIT_K):
-                total += tl.load(parts + other * (BLOCK_M * COLUMNS) + at, mask=own, other=0.0)
-            tl.store(h + at, (total * own_scale[:, None]).to(h.dtype.element_ty), mask=own)
+            for other in tl.static_range(SPLIT_K):
+                total += tl.load(parts + other * plane + at, mask=inside_h, other=0.0, cache_modifier=".cg")
+            tl.store(h + at, tl.where(own, total * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
             tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
 
 
@@ -1490,34 +1532,34 @@ SHRINK_DOWN_PROJ = Kernel(
     ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 7, 1),
-        (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 7, 1),
-        (64, 64, 1, 4, 4, True, 1, 64, 64, 64, 128, 7, 1),
-        (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 7, 1),
-        (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 7, 1),
-        (64, 64, 8, 4, 4, True, 8, 64, 64, 64, 128, 7, 1),
+        (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
+        (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
+        (64, 64, 1, 4, 4, True, 1, 64, 64, 64, 128, 4, 1),
+        (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
+        (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
+        (64, 64, 8, 4, 4, True, 8, 64, 64, 64, 128, 4, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_down_proj(
-    x, x_stride, weight, b, rank, row_slot, active, h, y, rows,
+    x, x_stride, weight, b, active, h, y, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for down_proj.
 
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c
-    takes all active adapters at once: a column of h counts in its adapter's rows only, so that base rows add exact
-    zeros. With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the
-    base is summed before the wait.
+    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
+    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
+    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
+    summed before the wait.
     """
     K: tl.constexpr = 14336
     N: tl.constexpr = 4096
     SLICES: tl.constexpr = 1
-    SLOTS: tl.constexpr = 8
-    R: tl.constexpr = 64
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
     tile = tl.program_id(0)
     part = 0
@@ -1531,34 +1573,33 @@ def project_down_proj(
     k = tl.arange(0, BLOCK_K)
     w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
     x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
+    if WIDTH > 0 and WIDTH == CHUNK:
+        # all of B's columns at once: on their way while the base is summed
+        b_early = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and ACTIVE == 0:
+    if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
     for first in range(0, K, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
-    if ACTIVE > 0:
-        COLUMNS: tl.constexpr = ACTIVE * BLOCK_R
-        CHUNK: tl.constexpr = COLUMNS if COLUMNS < BLOCK_C else BLOCK_C
-        own_slot = tl.load(row_slot + row, mask=live, other=-1)
+    if WIDTH > 0:
         if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        for first in tl.range(0, COLUMNS, CHUNK, num_stages=2):
-            c = first + tl.arange(0, CHUNK)
-            entry = c // BLOCK_R
-            r = c % BLOCK_R
-            # the columns of an adapter share its slot: said so, their loads are wide
-            slot = tl.max_constancy(tl.load(active + entry, mask=entry < SLOTS, other=-1), [BLOCK_R])
-            wanted = (slot >= 0) & (r < tl.load(rank + slot * SLICES + part, mask=slot >= 0, other=0))
-            b_at = b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :]
-            b_tile = tl.load(b_at, mask=wanted[None, :], other=0.0)
-            own = (own_slot[None, :] == slot[:, None]) & wanted[:, None]
-            h_at = h + row[None, :] * (COLUMNS * SLICES) + ((entry * SLICES + part) * BLOCK_R + r)[:, None]
-            h_tile = tl.load(h_at, mask=own, other=0.0)
-            acc = tl.dot(b_tile, h_tile, acc)
-    if PDL:
+        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
+        if WIDTH == CHUNK:
+            h_tile = tl.load(h_at, cache_modifier=".cg")
+            if PDL:
+                b_early = _not_before(b_early)
+            acc = tl.dot(b_early, h_tile, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = tl.load(h_at + first, cache_modifier=".cg")
+                acc = tl.dot(b_tile, h_tile, acc)
+    elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
     y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :])
@@ -1571,8 +1612,6 @@ PROJECT_DOWN_PROJ = Kernel(
         "x_stride": "i32",
         "weight": "*bf16",
         "b": "*bf16",
-        "rank": "*i32",
-        "row_slot": "*i32",
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
@@ -1581,14 +1620,14 @@ PROJECT_DOWN_PROJ = Kernel(
     ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 6, True, 0, 32, 16, 64, 128, 128, 1),
+        (16, 0, 0, 4, 8, True, 0, 16, 16, 64, 128, 128, 1),
+        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
         (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 1),
-        (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 6, True, 1, 32, 64, 64, 128, 128, 1),
+        (16, 64, 1, 4, 8, True, 1, 16, 64, 64, 128, 128, 1),
+        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
         (64, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 128, 1),
-        (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 6, True, 8, 32, 64, 64, 128, 128, 1),
+        (16, 64, 8, 4, 8, True, 8, 16, 64, 64, 128, 128, 1),
+        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
         (64, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 128, 1),
     ),
 )
@@ -1820,7 +1859,7 @@ def linear_down_proj(
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", rows * launch.ACTIVE * 1 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 1 * launch.BLOCK_R, x.dtype)
     if batch.adapters:
         shrink = SHRINK_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 1 * shrink.BLOCK_R, shrink.BLOCK_N)
@@ -1851,8 +1890,6 @@ def linear_down_proj(
         x_stride=x.stride(0),
         weight=weight,
         b=b,
-        rank=rank,
-        row_slot=index.row_slot,
         active=index.active,
         h=h,
         y=y,

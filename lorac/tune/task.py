@@ -1,0 +1,126 @@
+"""What is to be searched: the sites of a spec with their candidates, and a package whose kernels can run them all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lorac.errors import BuildError
+from lorac.fingerprint import fingerprint
+from lorac.plan.build import Tuned, make_plan
+from lorac.plan.kernels import ANY_ADAPTERS
+from lorac.plan.model import KernelPlan, Launch, Plan
+from lorac.render.package import launch_row, render
+from lorac.spec.backend import Declaration, Kernel, Tile
+from lorac.spec.folders import BackendFolder
+from lorac.spec.load import SpecFile
+from lorac.tune.model import Machine, Model, live_segments
+from lorac.tune.search import Search
+from lorac.tune.space import Site, candidates, declared
+
+ROWS = (1, 16, 32, 64, 128, 256, 1024, 4096)
+KINDS = ("linear", "lm_head")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The present GPU: its name, its target and what the model needs of it."""
+
+    name: str
+    target: str
+    machine: Machine = Machine()
+
+
+class Task:
+    """What is to be searched: the sites with their candidates, and a package whose kernels can run all of those."""
+
+    def __init__(self, file: SpecFile, folders: dict[str, BackendFolder], gpu: Gpu, backends, rows):
+        self.spec = file.spec.model_copy(update={"targets": [gpu.target]})
+        self.declarations: dict[str, Declaration] = {name: folder.declaration for name, folder in folders.items()}
+        plan = make_plan(self.spec, file.shapes, self.declarations, {})
+        _known(backends, plan)
+        self.searches: dict[Site, Search] = {}
+        forced: Tuned = {}
+        rendered: dict[str, set[str]] = {}
+        for site, kernel, kernel_plan in self._sites(plan, backends, rows or _sizes(plan)):
+            search = self._search(site, kernel, kernel_plan, plan, gpu)
+            self.searches[site] = search
+            stages = forced.setdefault(site.backend, {})
+            if site.kernel not in rendered.setdefault(site.backend, set()):
+                stages[site.stage] = (*stages.get(site.stage, ()), *((tile, "") for tile in _demanding(search, kernel)))
+                rendered[site.backend].add(site.kernel)
+        able = make_plan(self.spec, file.shapes, self.declarations, forced)
+        paths = {name: folder.path for name, folder in folders.items()}
+        self.fingerprint = fingerprint(plan.canonical(), paths.values())  # whatever sizes and backends are searched
+        self.files = render(able, paths, self.fingerprint)
+        self._kernels = {(b.name, kernel.name): kernel for b in able.backends for kernel in b.kernels}
+
+    def rows(self, site: Site, launch: Launch) -> list[tuple]:
+        """A configuration as rows of the kernel's launch table: one per number of adapters it is specialised for."""
+        kernel = self._kernels[site.backend, site.kernel]
+        bounds = [site.adapters] if site.adapters != ANY_ADAPTERS else _bounds(kernel, site.rank)
+        return [launch_row(kernel, replace(launch, adapters=bound)) for bound in bounds]
+
+    def _sites(self, plan: Plan, backends, rows) -> Iterator[tuple[Site, Kernel, KernelPlan]]:
+        """In the order they are visited first: a search cut short has seen every module and size."""
+        for size in rows:
+            for backend in plan.backends:
+                for kernel in backend.kernels if not backends or backend.name in backends else ():
+                    declaration = self.declarations[backend.name].kernels[kernel.stage]
+                    if plan.module(kernel.module).kind in KINDS and size <= (kernel.max_rows or size):
+                        for rank, adapters in _classes(kernel, declaration, size):
+                            site = Site(backend.name, kernel.stage, kernel.module, rank, adapters, size)
+                            yield site, declaration, kernel
+
+    def _search(self, site: Site, kernel: Kernel, kernel_plan: KernelPlan, plan: Plan, gpu: Gpu) -> Search:
+        module = plan.module(site.module)
+        backend = next(backend for backend in plan.backends if backend.name == site.backend)
+        counts = (1, plan.slots) if site.adapters == ANY_ADAPTERS else (site.adapters,)
+        batches = [live_segments(backend.segments, site.rows, count) for count in counts]
+        model = Model(kernel, module, site, batches, plan.dtype, gpu.machine)
+        legal = candidates(kernel, module, site, plan.dtype, (gpu.target,))
+        return Search(site, declared(kernel_plan, site), {launch: model.predict(launch) for launch in legal})
+
+
+def _classes(plan: KernelPlan, kernel: Kernel, rows: int) -> Iterator[tuple[int, int]]:
+    """(rank, adapters) of a kernel's own tiles that a batch of `rows` rows can reach.
+
+    A kernel with the base has one tile for all of them, which is measured at the full rank.
+    """
+    ranks = sorted({launch.rank for launch in plan.launches if launch.rank})
+    for rank in ranks[-1:] if kernel.base else ranks:
+        below = 0
+        for bound in [ANY_ADAPTERS] if kernel.base else _bounds(plan, rank):
+            if bound == ANY_ADAPTERS or min(bound, rows) > below:
+                yield rank, bound
+            below = bound
+
+
+def _bounds(plan: KernelPlan, rank: int) -> list[int]:
+    """The numbers of adapters a kernel is specialised for at a rank, ascending."""
+    return sorted({launch.adapters for launch in plan.launches if launch.rank == rank})
+
+
+def _demanding(search: Search, kernel: Kernel) -> list[Tile]:
+    """Tiles that make the plan render what any candidate needs: sums split over K, masks where a block is ragged.
+
+    The largest block of a dimension is ragged if any is. The tiles' bounds do not matter: a search sets launches.
+    """
+    demands = ["SPLIT_K", *(block for block, dim in kernel.dims.items() if dim in ("in", "out"))]
+    tiles = []
+    for name in demands:
+        launch = max(search.predicted, key=lambda launch: dict(launch.tile).get(name, 1))
+        options = {"warps": launch.warps, "stages": launch.stages, "pdl": launch.pdl}
+        tiles.append(Tile(module=search.site.module, rows=len(tiles) + 1, **options, **dict(launch.tile)))
+    return tiles
+
+
+def _sizes(plan: Plan) -> list[int]:
+    """The usual sizes as far as the spec has graphs for them."""
+    largest = max((*plan.decode.buckets, *plan.prefill.buckets), default=ROWS[-1])
+    return [size for size in ROWS if size <= largest]
+
+
+def _known(backends: list[str] | None, plan: Plan) -> None:
+    have = [backend.name for backend in plan.backends if backend.kernels]
+    for name in backends or ():
+        if name not in have:
+            raise BuildError(f"{plan.name} has no backend {name!r} with kernels: it has {', '.join(have) or 'none'}")

@@ -1,0 +1,64 @@
+"""A tax is taken only of results that are right; whoever cannot be timed stands in the table with the reason."""
+
+import pytest
+import torch
+
+from lorac.bench import tax
+from lorac.bench.peer_imports import PeerError
+from lorac.bench.tax import Batch, measure
+from lorac.bench.timing import Timing
+from lorac.bench.workload import Workload
+
+from .test_measure import DATA
+
+
+def right(workload, rows, adapters):
+    step = workload.step("torch", rows, adapters)
+    return lambda module, layer: workload.run(step, module, layer)
+
+
+def without_lora(workload, rows, adapters):
+    return lambda module, layer: workload.base(module, layer, rows)
+
+
+def absent(workload, rows, adapters):
+    raise PeerError("its kernels need a newer GPU")
+
+
+def broken(workload, rows, adapters):
+    def run(module, layer):
+        raise ValueError("no such rank")
+
+    return run
+
+
+@pytest.fixture
+def workload(build, seed, monkeypatch):
+    """On the CPU; base takes 100, each of the others 20 more than the one before it."""
+    monkeypatch.setattr(tax, "capture", lambda run, pool: run)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(
+        tax, "interleaved", lambda graphs, *_: [Timing((100.0 + 20 * at,) * 15) for at in range(len(graphs))]
+    )
+    return Workload(build(DATA), "cpu", 2, seed)
+
+
+def test_taxes_and_reasons(workload):
+    peers = {"right": right, "none": without_lora, "absent": absent, "broken": broken}
+    cell, bare = measure(
+        workload, ["torch"], peers, [Batch(8, 2, 16, "lora"), Batch(8, 0, 0, "nolora")], 0.1, lambda *_: None
+    )
+    of = cell.contenders
+    assert cell.base_us == 50.0, "a layer's share of two"
+    assert (of["torch"].tax, of["right"].tax) == (pytest.approx(0.2), pytest.approx(0.4))
+    assert of["torch"].us == 60.0 and 0 < of["torch"].error < 1e-5
+    assert of["none"].problem.startswith("wrong: a row's relative error is")
+    assert of["absent"].problem == "its kernels need a newer GPU"
+    assert of["broken"].problem == "ValueError: no such rank"
+    assert bare.contenders.keys() == {"torch"}, "engines hold adapters; without any there is nothing to compare"
+
+
+def test_a_backend_without_lora_would_not_be_timed(workload, monkeypatch):
+    monkeypatch.setattr(workload, "run", lambda step, module, layer: workload.base(module, layer, step.batch.padded))
+    (cell,) = measure(workload, ["torch"], {}, [Batch(8, 2, 16, "lora")], 0.1, lambda *_: None)
+    assert cell.contenders["torch"].problem.startswith("wrong")
