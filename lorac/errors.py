@@ -1,4 +1,4 @@
-"""What went wrong, for the person who wrote it: every mistake in a spec is a `Problem` with its place and its remedy."""
+"""What went wrong, for the person who wrote it: a mistake in a spec is a `Problem` with its place and its remedy."""
 
 import json
 from dataclasses import dataclass, replace

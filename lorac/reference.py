@@ -27,22 +27,23 @@ def lora(x, a, b, rank, scale, widths: list[int], row_slot: list[int]) -> torch.
 
 
 def expert_lora(x, expert, a, b, rank, scale, widths: list[int], pair_slot: list[int]) -> torch.Tensor:
-    """The delta [pairs, out] in float64 of pairs of a row and an expert, pair by pair; zero for base rows and expert -1.
+    """The delta [pairs, out] in float64 of pairs of a row and an expert; zero for base rows and for expert -1.
 
     x [pairs, in], expert [pairs]; a [slots, experts or 1, slices * R, in], b [slots, experts or 1, out, R].
     """
     max_rank = b.shape[-1]
+    slots = torch.tensor(pair_slot, device=x.device)
     delta = torch.zeros(x.shape[0], b.shape[2], dtype=torch.float64, device=x.device)
-    for pair, (of, slot) in enumerate(zip(expert.tolist(), pair_slot, strict=True)):
-        if slot < 0 or of < 0:
-            continue
-        own_a, own_b = (weight[slot, of if weight.shape[1] > 1 else 0].double() for weight in (a, b))
-        start = 0
+    for pairs in ((slots >= 0) & (expert >= 0)).nonzero()[:, 0].split(256):
+        slot, of, start = slots[pairs], expert[pairs].long(), 0
+        of_a, of_b = (of if weight.shape[1] > 1 else of * 0 for weight in (a, b))
         for part, width in enumerate(widths):
-            r = int(rank[slot, part])
-            h = torch.einsum("i,ri->r", x[pair].double(), own_a[part * max_rank : part * max_rank + r])
-            y = torch.einsum("r,or->o", h, own_b[start : start + width, :r])
-            delta[pair, start : start + width] = scale[slot, part].double() * y
+            known = torch.arange(max_rank, device=x.device) < rank[slot, part][:, None]
+            own_a = a[:, :, part * max_rank : (part + 1) * max_rank][slot, of_a].double()
+            own_b = b[:, :, start : start + width][slot, of_b].double()
+            h = torch.einsum("pi,pri->pr", x[pairs].double(), own_a) * scale[slot, part, None].double()
+            own_b = torch.where(known[:, None], own_b, 0)
+            delta[pairs, start : start + width] = torch.einsum("pr,por->po", torch.where(known, h, 0), own_b)
             start += width
     return delta
 

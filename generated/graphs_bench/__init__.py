@@ -2,7 +2,7 @@
 # Template: templates/package/init.py.jinja
 """LoRA for llama as `graphs_bench`: 8 slots of rank up to 64 in bfloat16.
 
-Backends: triton, csgmv (the first is the default). Modules: qkv_proj, o_proj, gate_up_proj, down_proj.
+Backends: fused, csgmv, triton (the first is the default). Modules: qkv_proj, o_proj, gate_up_proj, down_proj.
 """
 
 from lorac.runtime import package as _package
@@ -16,7 +16,7 @@ __all__ = [
     "BACKENDS", "LAYOUT", "DecodeGraphs", "PrefillGraphs", "Slots", "Step", "add", "linear", "seal", "warm",
 ]  # fmt: skip
 
-BACKENDS = ("triton", "csgmv")
+BACKENDS = ("fused", "csgmv", "triton")
 
 
 class Slots(_package.Slots):
@@ -29,7 +29,7 @@ class Slots(_package.Slots):
 class Step(_package.Step):
     """The metadata of one stream of steps; see `lorac.runtime.step`."""
 
-    def __init__(self, slots: Slots, backend: str = "triton", **options):
+    def __init__(self, slots: Slots, backend: str = "fused", **options):
         super().__init__(_tables, slots, backend, _package.backend_module(__name__, BACKENDS, backend), **options)
 
 

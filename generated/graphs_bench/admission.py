@@ -15,8 +15,9 @@ MAX_PADDING = 2.0  # a bucket more than this many times the tokens runs eagerly
 
 # most requests of a prefill graph, by backend
 PREFILL_REQUESTS = {
-    "triton": 64,
+    "fused": 256,
     "csgmv": 256,
+    "triton": 64,
 }
 
 # why a backend has no graphs of a phase

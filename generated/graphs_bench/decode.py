@@ -8,22 +8,22 @@ from lorac.runtime import graphs as _graphs
 
 # bucket in rows, variant
 GRAPHS = {
-    "triton": (
-        (256, "lora"),  # 8 segments
+    "fused": (
+        (256, "lora"),  # 15 segments
         (256, "nolora"),  # no LoRA
-        (192, "lora"),  # 8 segments
+        (192, "lora"),  # 13 segments
         (192, "nolora"),  # no LoRA
-        (128, "lora"),  # 8 segments
+        (128, "lora"),  # 11 segments
         (128, "nolora"),  # no LoRA
-        (96, "lora"),  # 8 segments
+        (96, "lora"),  # 13 segments
         (96, "nolora"),  # no LoRA
-        (64, "lora"),  # 8 segments
+        (64, "lora"),  # 11 segments
         (64, "nolora"),  # no LoRA
-        (48, "lora"),  # 8 segments
+        (48, "lora"),  # 10 segments
         (48, "nolora"),  # no LoRA
-        (32, "lora"),  # 8 segments
+        (32, "lora"),  # 9 segments
         (32, "nolora"),  # no LoRA
-        (24, "lora"),  # 8 segments
+        (24, "lora"),  # 9 segments
         (24, "nolora"),  # no LoRA
         (16, "lora"),  # 8 segments
         (16, "nolora"),  # no LoRA
@@ -52,6 +52,34 @@ GRAPHS = {
         (32, "lora"),  # 9 segments
         (32, "nolora"),  # no LoRA
         (24, "lora"),  # 9 segments
+        (24, "nolora"),  # no LoRA
+        (16, "lora"),  # 8 segments
+        (16, "nolora"),  # no LoRA
+        (8, "lora"),  # 8 segments
+        (8, "nolora"),  # no LoRA
+        (4, "lora"),  # 4 segments
+        (4, "nolora"),  # no LoRA
+        (2, "lora"),  # 2 segments
+        (2, "nolora"),  # no LoRA
+        (1, "lora"),  # 1 segments
+        (1, "nolora"),  # no LoRA
+    ),
+    "triton": (
+        (256, "lora"),  # 8 segments
+        (256, "nolora"),  # no LoRA
+        (192, "lora"),  # 8 segments
+        (192, "nolora"),  # no LoRA
+        (128, "lora"),  # 8 segments
+        (128, "nolora"),  # no LoRA
+        (96, "lora"),  # 8 segments
+        (96, "nolora"),  # no LoRA
+        (64, "lora"),  # 8 segments
+        (64, "nolora"),  # no LoRA
+        (48, "lora"),  # 8 segments
+        (48, "nolora"),  # no LoRA
+        (32, "lora"),  # 8 segments
+        (32, "nolora"),  # no LoRA
+        (24, "lora"),  # 8 segments
         (24, "nolora"),  # no LoRA
         (16, "lora"),  # 8 segments
         (16, "nolora"),  # no LoRA

@@ -8,118 +8,118 @@ from lorac.runtime import prefill as _prefill
 
 # bucket in tokens, variant
 GRAPHS = {
-    "triton": (
-        (8192, "lora"),  # 64 segments
+    "fused": (
+        (8192, "lora"),  # 71 segments
         (8192, "nolora"),  # no LoRA
-        (7680, "lora"),  # 64 segments
+        (7680, "lora"),  # 67 segments
         (7680, "nolora"),  # no LoRA
-        (7168, "lora"),  # 64 segments
+        (7168, "lora"),  # 63 segments
         (7168, "nolora"),  # no LoRA
-        (6656, "lora"),  # 64 segments
+        (6656, "lora"),  # 59 segments
         (6656, "nolora"),  # no LoRA
-        (6144, "lora"),  # 64 segments
+        (6144, "lora"),  # 55 segments
         (6144, "nolora"),  # no LoRA
-        (5632, "lora"),  # 64 segments
+        (5632, "lora"),  # 51 segments
         (5632, "nolora"),  # no LoRA
-        (5120, "lora"),  # 64 segments
+        (5120, "lora"),  # 47 segments
         (5120, "nolora"),  # no LoRA
-        (4608, "lora"),  # 64 segments
+        (4608, "lora"),  # 43 segments
         (4608, "nolora"),  # no LoRA
-        (4096, "lora"),  # 64 segments
+        (4096, "lora"),  # 39 segments
         (4096, "nolora"),  # no LoRA
-        (3840, "lora"),  # 64 segments
+        (3840, "lora"),  # 37 segments
         (3840, "nolora"),  # no LoRA
-        (3584, "lora"),  # 64 segments
+        (3584, "lora"),  # 35 segments
         (3584, "nolora"),  # no LoRA
-        (3328, "lora"),  # 64 segments
+        (3328, "lora"),  # 33 segments
         (3328, "nolora"),  # no LoRA
-        (3072, "lora"),  # 64 segments
+        (3072, "lora"),  # 31 segments
         (3072, "nolora"),  # no LoRA
-        (2816, "lora"),  # 64 segments
+        (2816, "lora"),  # 29 segments
         (2816, "nolora"),  # no LoRA
-        (2560, "lora"),  # 64 segments
+        (2560, "lora"),  # 27 segments
         (2560, "nolora"),  # no LoRA
-        (2304, "lora"),  # 64 segments
+        (2304, "lora"),  # 25 segments
         (2304, "nolora"),  # no LoRA
-        (2048, "lora"),  # 64 segments
+        (2048, "lora"),  # 23 segments
         (2048, "nolora"),  # no LoRA
-        (1792, "lora"),  # 64 segments
+        (1792, "lora"),  # 35 segments
         (1792, "nolora"),  # no LoRA
-        (1536, "lora"),  # 64 segments
+        (1536, "lora"),  # 31 segments
         (1536, "nolora"),  # no LoRA
-        (1280, "lora"),  # 64 segments
+        (1280, "lora"),  # 27 segments
         (1280, "nolora"),  # no LoRA
-        (1024, "lora"),  # 64 segments
+        (1024, "lora"),  # 23 segments
         (1024, "nolora"),  # no LoRA
-        (960, "lora"),  # 64 segments
+        (960, "lora"),  # 22 segments
         (960, "nolora"),  # no LoRA
-        (896, "lora"),  # 64 segments
+        (896, "lora"),  # 21 segments
         (896, "nolora"),  # no LoRA
-        (832, "lora"),  # 64 segments
+        (832, "lora"),  # 20 segments
         (832, "nolora"),  # no LoRA
-        (768, "lora"),  # 64 segments
+        (768, "lora"),  # 19 segments
         (768, "nolora"),  # no LoRA
-        (704, "lora"),  # 64 segments
+        (704, "lora"),  # 18 segments
         (704, "nolora"),  # no LoRA
-        (640, "lora"),  # 64 segments
+        (640, "lora"),  # 17 segments
         (640, "nolora"),  # no LoRA
-        (576, "lora"),  # 64 segments
+        (576, "lora"),  # 16 segments
         (576, "nolora"),  # no LoRA
-        (512, "lora"),  # 64 segments
+        (512, "lora"),  # 15 segments
         (512, "nolora"),  # no LoRA
-        (480, "lora"),  # 64 segments
+        (480, "lora"),  # 22 segments
         (480, "nolora"),  # no LoRA
-        (448, "lora"),  # 64 segments
+        (448, "lora"),  # 21 segments
         (448, "nolora"),  # no LoRA
-        (416, "lora"),  # 64 segments
+        (416, "lora"),  # 20 segments
         (416, "nolora"),  # no LoRA
-        (384, "lora"),  # 64 segments
+        (384, "lora"),  # 19 segments
         (384, "nolora"),  # no LoRA
-        (352, "lora"),  # 64 segments
+        (352, "lora"),  # 18 segments
         (352, "nolora"),  # no LoRA
-        (320, "lora"),  # 64 segments
+        (320, "lora"),  # 17 segments
         (320, "nolora"),  # no LoRA
-        (288, "lora"),  # 64 segments
+        (288, "lora"),  # 16 segments
         (288, "nolora"),  # no LoRA
-        (256, "lora"),  # 64 segments
+        (256, "lora"),  # 15 segments
         (256, "nolora"),  # no LoRA
-        (240, "lora"),  # 64 segments
+        (240, "lora"),  # 15 segments
         (240, "nolora"),  # no LoRA
-        (224, "lora"),  # 64 segments
+        (224, "lora"),  # 14 segments
         (224, "nolora"),  # no LoRA
-        (208, "lora"),  # 64 segments
+        (208, "lora"),  # 14 segments
         (208, "nolora"),  # no LoRA
-        (192, "lora"),  # 64 segments
+        (192, "lora"),  # 13 segments
         (192, "nolora"),  # no LoRA
-        (176, "lora"),  # 64 segments
+        (176, "lora"),  # 13 segments
         (176, "nolora"),  # no LoRA
-        (160, "lora"),  # 64 segments
+        (160, "lora"),  # 12 segments
         (160, "nolora"),  # no LoRA
-        (144, "lora"),  # 64 segments
+        (144, "lora"),  # 12 segments
         (144, "nolora"),  # no LoRA
-        (128, "lora"),  # 64 segments
+        (128, "lora"),  # 11 segments
         (128, "nolora"),  # no LoRA
-        (112, "lora"),  # 64 segments
+        (112, "lora"),  # 14 segments
         (112, "nolora"),  # no LoRA
-        (96, "lora"),  # 64 segments
+        (96, "lora"),  # 13 segments
         (96, "nolora"),  # no LoRA
-        (80, "lora"),  # 64 segments
+        (80, "lora"),  # 12 segments
         (80, "nolora"),  # no LoRA
-        (64, "lora"),  # 64 segments
+        (64, "lora"),  # 11 segments
         (64, "nolora"),  # no LoRA
-        (48, "lora"),  # 48 segments
+        (48, "lora"),  # 10 segments
         (48, "nolora"),  # no LoRA
-        (32, "lora"),  # 32 segments
+        (32, "lora"),  # 9 segments
         (32, "nolora"),  # no LoRA
-        (28, "lora"),  # 28 segments
+        (28, "lora"),  # 9 segments
         (28, "nolora"),  # no LoRA
-        (24, "lora"),  # 24 segments
+        (24, "lora"),  # 9 segments
         (24, "nolora"),  # no LoRA
-        (20, "lora"),  # 20 segments
+        (20, "lora"),  # 8 segments
         (20, "nolora"),  # no LoRA
-        (16, "lora"),  # 16 segments
+        (16, "lora"),  # 8 segments
         (16, "nolora"),  # no LoRA
-        (12, "lora"),  # 12 segments
+        (12, "lora"),  # 8 segments
         (12, "nolora"),  # no LoRA
         (8, "lora"),  # 8 segments
         (8, "nolora"),  # no LoRA
@@ -244,13 +244,132 @@ GRAPHS = {
         (4, "lora"),  # 4 segments
         (4, "nolora"),  # no LoRA
     ),
+    "triton": (
+        (8192, "lora"),  # 64 segments
+        (8192, "nolora"),  # no LoRA
+        (7680, "lora"),  # 64 segments
+        (7680, "nolora"),  # no LoRA
+        (7168, "lora"),  # 64 segments
+        (7168, "nolora"),  # no LoRA
+        (6656, "lora"),  # 64 segments
+        (6656, "nolora"),  # no LoRA
+        (6144, "lora"),  # 64 segments
+        (6144, "nolora"),  # no LoRA
+        (5632, "lora"),  # 64 segments
+        (5632, "nolora"),  # no LoRA
+        (5120, "lora"),  # 64 segments
+        (5120, "nolora"),  # no LoRA
+        (4608, "lora"),  # 64 segments
+        (4608, "nolora"),  # no LoRA
+        (4096, "lora"),  # 64 segments
+        (4096, "nolora"),  # no LoRA
+        (3840, "lora"),  # 64 segments
+        (3840, "nolora"),  # no LoRA
+        (3584, "lora"),  # 64 segments
+        (3584, "nolora"),  # no LoRA
+        (3328, "lora"),  # 64 segments
+        (3328, "nolora"),  # no LoRA
+        (3072, "lora"),  # 64 segments
+        (3072, "nolora"),  # no LoRA
+        (2816, "lora"),  # 64 segments
+        (2816, "nolora"),  # no LoRA
+        (2560, "lora"),  # 64 segments
+        (2560, "nolora"),  # no LoRA
+        (2304, "lora"),  # 64 segments
+        (2304, "nolora"),  # no LoRA
+        (2048, "lora"),  # 64 segments
+        (2048, "nolora"),  # no LoRA
+        (1792, "lora"),  # 64 segments
+        (1792, "nolora"),  # no LoRA
+        (1536, "lora"),  # 64 segments
+        (1536, "nolora"),  # no LoRA
+        (1280, "lora"),  # 64 segments
+        (1280, "nolora"),  # no LoRA
+        (1024, "lora"),  # 64 segments
+        (1024, "nolora"),  # no LoRA
+        (960, "lora"),  # 64 segments
+        (960, "nolora"),  # no LoRA
+        (896, "lora"),  # 64 segments
+        (896, "nolora"),  # no LoRA
+        (832, "lora"),  # 64 segments
+        (832, "nolora"),  # no LoRA
+        (768, "lora"),  # 64 segments
+        (768, "nolora"),  # no LoRA
+        (704, "lora"),  # 64 segments
+        (704, "nolora"),  # no LoRA
+        (640, "lora"),  # 64 segments
+        (640, "nolora"),  # no LoRA
+        (576, "lora"),  # 64 segments
+        (576, "nolora"),  # no LoRA
+        (512, "lora"),  # 64 segments
+        (512, "nolora"),  # no LoRA
+        (480, "lora"),  # 64 segments
+        (480, "nolora"),  # no LoRA
+        (448, "lora"),  # 64 segments
+        (448, "nolora"),  # no LoRA
+        (416, "lora"),  # 64 segments
+        (416, "nolora"),  # no LoRA
+        (384, "lora"),  # 64 segments
+        (384, "nolora"),  # no LoRA
+        (352, "lora"),  # 64 segments
+        (352, "nolora"),  # no LoRA
+        (320, "lora"),  # 64 segments
+        (320, "nolora"),  # no LoRA
+        (288, "lora"),  # 64 segments
+        (288, "nolora"),  # no LoRA
+        (256, "lora"),  # 64 segments
+        (256, "nolora"),  # no LoRA
+        (240, "lora"),  # 64 segments
+        (240, "nolora"),  # no LoRA
+        (224, "lora"),  # 64 segments
+        (224, "nolora"),  # no LoRA
+        (208, "lora"),  # 64 segments
+        (208, "nolora"),  # no LoRA
+        (192, "lora"),  # 64 segments
+        (192, "nolora"),  # no LoRA
+        (176, "lora"),  # 64 segments
+        (176, "nolora"),  # no LoRA
+        (160, "lora"),  # 64 segments
+        (160, "nolora"),  # no LoRA
+        (144, "lora"),  # 64 segments
+        (144, "nolora"),  # no LoRA
+        (128, "lora"),  # 64 segments
+        (128, "nolora"),  # no LoRA
+        (112, "lora"),  # 64 segments
+        (112, "nolora"),  # no LoRA
+        (96, "lora"),  # 64 segments
+        (96, "nolora"),  # no LoRA
+        (80, "lora"),  # 64 segments
+        (80, "nolora"),  # no LoRA
+        (64, "lora"),  # 64 segments
+        (64, "nolora"),  # no LoRA
+        (48, "lora"),  # 48 segments
+        (48, "nolora"),  # no LoRA
+        (32, "lora"),  # 32 segments
+        (32, "nolora"),  # no LoRA
+        (28, "lora"),  # 28 segments
+        (28, "nolora"),  # no LoRA
+        (24, "lora"),  # 24 segments
+        (24, "nolora"),  # no LoRA
+        (20, "lora"),  # 20 segments
+        (20, "nolora"),  # no LoRA
+        (16, "lora"),  # 16 segments
+        (16, "nolora"),  # no LoRA
+        (12, "lora"),  # 12 segments
+        (12, "nolora"),  # no LoRA
+        (8, "lora"),  # 8 segments
+        (8, "nolora"),  # no LoRA
+        (4, "lora"),  # 4 segments
+        (4, "nolora"),  # no LoRA
+    ),
 }
 
 
 # how each backend's graphs are captured
 MODES = {
-    "triton": "breakable",
+    "fused": "breakable",
     "csgmv": "breakable",
+    "triton": "breakable",
 }
 
 

@@ -13,7 +13,8 @@ from .layout import LAYOUT
 from .prefill import PrefillGraphs
 
 __all__ = [
-    "BACKENDS", "LAYOUT", "DecodeGraphs", "PrefillGraphs", "Slots", "Step", "add", "add_experts", "linear", "moe", "seal", "warm",
+    "BACKENDS", "LAYOUT", "DecodeGraphs", "PrefillGraphs", "Slots", "Step", "add", "linear", "seal", "warm",
+    "add_experts", "moe",
 ]  # fmt: skip
 
 BACKENDS = ("fused", "torch")

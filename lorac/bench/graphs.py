@@ -15,6 +15,7 @@ import torch
 
 import lorac
 from lorac.bench.llama import DecodeForward, Llama, PrefillForward, filled_slots
+from lorac.bench.steps import serve_steps
 from lorac.bench.timing import capture, interleaved
 from lorac.bench.transformers_prefill import prefill_in_transformers
 from lorac.bench.whole import device_ms, host_us, kernel_ms, launched, settled
@@ -23,13 +24,14 @@ from lorac.runtime.prefill import PrefillGraphs
 
 DECODE_ROWS = (1, 32, 256)
 PREFILL_TOKENS = 128
+_REPEATS = 3  # of long prefills
 
 
 class Bench:
-    """One package on one GPU. Each method measures some rows of the table."""
+    """One package on one GPU. Each method measures some rows of the table, of the first backend unless it takes one."""
 
-    def __init__(self, package: ModuleType, backend: str, device: str = "cuda", layers: int = 0):
-        self.package, self.backend = package, backend
+    def __init__(self, package: ModuleType, backends: list[str], device: str = "cuda", layers: int = 0):
+        self.package, self.backends = package, backends
         self.model = Llama(package, device, layers)
         self.slots = filled_slots(package, device, ranks=[16, 64, 8, 32])
         self.names = [str(slot) for slot in range(package.LAYOUT.slots)]
@@ -46,16 +48,16 @@ class Bench:
         """A row of the table as text."""
         bound = "" if row["target"] is None else f"{'≤' if row['most'] else '≥'} {row['target']:g}"
         verdict = {True: "met", False: "MISSED", None: ""}[row["met"]]
-        return f"{row['what']:<72} {row['measured']:>10.3f} {row['unit']:<6} {bound:>8} {verdict}"
+        return f"{row['what']:<76} {row['measured']:>10.3f} {row['unit']:<6} {bound:>8} {verdict}"
 
-    def step(self):
+    def step(self, backend: str = ""):
         """A new step, with a memory pool of its own."""
-        return self.package.Step(self.slots, self.backend)
+        return self.package.Step(self.slots, backend or self.backends[0])
 
-    def decode(self) -> None:
-        """nolora against the model without lorac, and the memory of a second variant."""
-        most = max(DECODE_ROWS)
-        memory = {}
+    def decode_memory(self) -> None:
+        """The memory of one variant over all buckets, and of a second."""
+        most = max(bucket for bucket, _ in self.package.decode.GRAPHS[self.backends[0]])
+        memory = []
         for variants in (("lora",), ("nolora", "lora")):
             step = self.step()
             forward = DecodeForward(self.model, step, most)
@@ -63,13 +65,17 @@ class Bench:
             graphs.table = tuple(entry for entry in graphs.table if entry[1] in variants)
             before = settled(step)
             graphs.capture()
-            memory[variants] = settled(step) - before
-            if variants == ("lora",):
-                del graphs, forward, step
-        one, both = memory.values()
-        self.add("decode: memory of one variant over all buckets", one / 1e9, "GB")
-        self.add("decode: memory of both variants against one", both / one, "x", 1.10)
-        plain = DecodeForward(self.model, None, most)
+            memory.append(settled(step) - before)
+            del graphs, forward, step
+        self.add("decode: memory of one variant over all buckets", memory[0] / 1e9, "GB")
+        self.add("decode: memory of both variants against one", memory[1] / memory[0], "x", 1.10)
+
+    def decode(self, backend: str) -> None:
+        """Replays without adapters and with them, against the model without lorac."""
+        step, most = self.step(backend), max(DECODE_ROWS)
+        forward, plain = DecodeForward(self.model, step, most), DecodeForward(self.model, None, most)
+        graphs = self.package.DecodeGraphs(forward, step, forward.inputs(most))
+        graphs.capture(DECODE_ROWS)
         for rows in DECODE_ROWS:
             inputs = plain.inputs(rows)
             base = capture(lambda inputs=inputs: plain(**inputs), warmups=2)
@@ -78,14 +84,18 @@ class Bench:
             base_time, nolora, _ = interleaved([base, *served], seconds=0.4)
             step.prepare([self.names[row % len(self.names)] for row in range(rows)])
             base_again, lora = interleaved([base, served[1]], seconds=0.4)
-            self.add(
-                f"decode {rows} rows: nolora replay against the model without lorac",
-                nolora.us / base_time.us,
-                "x",
-                1.01,
-            )
-            self.add(f"decode {rows} rows: base", base_time.us, "µs")
-            self.add(f"decode {rows} rows: {min(rows, 8)} adapters against base", lora.us / base_again.us, "x")
+            what, ratio = f"decode {rows} rows, {backend}", nolora.us / base_time.us
+            self.add(f"{what}: the model without lorac", base_time.us, "µs")
+            self.add(f"{what}: nolora replay against the model without lorac", ratio, "x", 1.01)
+            self.add(f"{what}: {min(rows, 8)} adapters against base", lora.us / base_again.us, "x")
+
+    def steps(self, count: int = 256) -> None:
+        """Random batches over every bucket while adapters are swapped: replays against eager."""
+        seen = serve_steps(self.package, self.model, self.slots, self.step(), count)
+        what = f"{count} steps over {seen.buckets} decode buckets"
+        self.add(f"{what}: replays bit-equal to eager", seen.equal, "", count, False)
+        self.add(f"{what}: replay against eager, log-probability", seen.difference, "", 1e-2)
+        self.add(f"{what}: least effect of an adapter on log-probability", seen.effect, "", 5e-2, False)
 
     def prefill_speed(self) -> None:
         """One request of 128 tokens with an adapter: replay against its kernels, and against eager."""
@@ -122,14 +132,14 @@ class Bench:
                 inputs = forward.inputs(tokens)
                 forward.lengths = [tokens]
                 ticket = step.prepare_prefill([("1", tokens)])
-                replay = device_ms(lambda t=ticket, i=inputs: graphs.run(t, i))
+                replay = device_ms(lambda t=ticket, i=inputs: graphs.run(t, i), _REPEATS)
                 step.prepare_prefill([("1", tokens)])
 
                 def eager(inputs=inputs):
                     with torch.no_grad(), step.launching():
                         forward(**inputs)
 
-                worst[how] = min(worst[how], (device_ms(eager) / replay, size))
+                worst[how] = min(worst[how], (device_ms(eager, _REPEATS) / replay, size))
         for how, (ratio, size) in worst.items():
             target = 1.0 if how == "filled" else None
             self.add(
@@ -143,7 +153,7 @@ class Bench:
             step = self.step()
             forward = PrefillForward(self.model, step if with_lora else None)
             inputs = forward.inputs(largest)
-            table = self.package.prefill.GRAPHS[self.backend]
+            table = self.package.prefill.GRAPHS[self.backends[0]]
             if not with_lora:
                 table = tuple(entry for entry in table if entry[1] == "nolora")
             graphs = PrefillGraphs(table, "breakable", forward, step, inputs)
@@ -158,21 +168,24 @@ class Bench:
 
     def prepare(self) -> None:
         """Host time of `prepare`, and what it gives the device to do."""
-        step = self.step()
-        rows = [self.names[row % 8] if row % 5 else None for row in range(256)]
-        requests = [(self.names[i % 8] if i % 5 else None, 16) for i in range(64)]
+        step, count = self.step(), len(self.names)
+        # batches that differ from call to call
+        rows = [[self.names[(row + turn) % count] if row % 5 else None for row in range(256)] for turn in range(3)]
+        requests = [[(name, 16) for name in batch[:64]] for batch in rows]
         cases = {
-            "prepare of 256 decode rows": (lambda: step.prepare(rows), 30),
-            "prepare of 64 prefill requests": (lambda: step.prepare_prefill(requests), 60),
+            "prepare of 256 decode rows": (lambda turn=0: step.prepare(rows[turn]), 30),
+            "prepare of 64 prefill requests": (lambda turn=0: step.prepare_prefill(requests[turn]), 60),
         }
+        # all times first: a profiler slows what runs after it
         for what, (run, target) in cases.items():
             torch.cuda.set_sync_debug_mode("error")
             try:
-                times = [host_us(run) for _ in range(300)]
+                times = [host_us(lambda turn=turn, run=run: run(turn % 3)) for turn in range(300)]
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            kernels, copies = launched(run)
             self.add(f"{what}: host time", statistics.median(times), "µs", target)
+        for what, (run, _) in cases.items():
+            kernels, copies = launched(run)
             self.add(f"{what}: kernels", kernels, "", 1)
             self.add(f"{what}: copies", copies, "", 1)
 
@@ -192,18 +205,19 @@ def main() -> None:
     """Measure everything, print the table as it grows, and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("package", nargs="?", default="generated/graphs_bench")
-    parser.add_argument("--backend")
+    parser.add_argument("--backend", action="append", help="may be repeated; all rows are of the first, decode of each")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the package has, for a quick look")
     parser.add_argument("--out", help="write the table as JSON")
     arguments = parser.parse_args()
     package = lorac.load(arguments.package)
-    bench = Bench(package, arguments.backend or package.BACKENDS[0], layers=arguments.layers)
-    print(
-        f"{torch.cuda.get_device_name()}, {package.LAYOUT.name}, backend {bench.backend}, {bench.model.layers} layers"
-    )
+    backends = arguments.backend or list(package.BACKENDS)
+    bench = Bench(package, backends, layers=arguments.layers)
+    print(f"{torch.cuda.get_device_name()}, {package.LAYOUT.name}, {', '.join(backends)}, {bench.model.layers} layers")
     parts: dict[str, Callable[[], None]] = {
         "prepare": bench.prepare,
-        "decode": bench.decode,
+        **{f"decode with {backend}": lambda backend=backend: bench.decode(backend) for backend in backends},
+        "decode memory": bench.decode_memory,
+        "steps": bench.steps,
         "prefill": bench.prefill_speed,
         "buckets": lambda: bench.prefill_buckets((4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
         "memory up to 1024": lambda: bench.prefill_memory(1024, 0.2),
@@ -223,7 +237,8 @@ def main() -> None:
         print(f"  [{name}: {time.perf_counter() - started:.0f} s]", flush=True)
         if arguments.out:
             with open(arguments.out, "w") as file:
-                json.dump({"gpu": torch.cuda.get_device_name(), "rows": bench.rows, "failed": failed}, file, indent=1)
+                head = {"gpu": torch.cuda.get_device_name(), "backends": backends}
+                json.dump(head | {"rows": bench.rows, "failed": failed}, file, indent=1)
     raise SystemExit(bool(failed))
 
 

@@ -153,12 +153,26 @@ class Batch:
         expected = reference.moe(*inputs, *tensors, slots[:rows])
         return float(((y.double() - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
+    def keeps_base_rows(self) -> bool:
+        """Whether every third row, without an adapter, comes out as in a batch without adapters, bit for bit."""
+        mixed = [-1 if row % 3 == 0 else slot for row, slot in enumerate(self.mixed)]
+        if self.rows == 1 or self.phase != "decode":
+            return True
+        self.work.prepare(self.lora, self.phase, mixed)
+        y, plain = self.generated(self.lora)()[0], self.generated(self.base)()[0]
+        self.work.prepare(self.lora, self.phase, self.mixed)
+        return torch.equal(y[::3], plain[::3]) and not torch.equal(y, plain)
+
     def floor(self) -> float:
         """Bytes of adapters over bytes of weights that a layer's pairs touch."""
         work, rank = self.work, self.work.package.LAYOUT.max_rank
         slot = torch.tensor(self.mixed, device=work.device)[:, None]
         groups = (slot * work.experts + self.ids).unique().numel()
-        return groups * rank * 3 * (work.hidden + work.width) / (self.ids.unique().numel() * 3 * work.hidden * work.width)
+        adapters, weights = (
+            groups * rank * (work.hidden + work.width),
+            self.ids.unique().numel() * work.hidden * work.width,
+        )
+        return adapters / weights
 
 
 def measure(work: Workload, rows: int, backend: str, seconds: float = 0.25) -> Row:
@@ -167,6 +181,8 @@ def measure(work: Workload, rows: int, backend: str, seconds: float = 0.25) -> R
     error = max(batch.error(batch.lora, batch.mixed), batch.error(batch.base, batch.bare))
     if not error <= TOLERANCE:
         raise RuntimeError(f"{rows} rows: relative error {error:.1e}")
+    if not batch.keeps_base_rows():
+        raise RuntimeError(f"{rows} rows: base rows beside adapters changed their bits")
     unused = work.step(backend, "decode", batch.mixed)
     runs = (batch.hooked(), batch.hooked(batch.base), batch.generated(batch.base), batch.generated(batch.lora),
             batch.generated(unused), batch.hooked(batch.lora))  # fmt: skip
@@ -225,8 +241,8 @@ def main() -> None:
     rows = [measure(work, count, backend) for count in ROWS]
     prefills = [prefill(work, tokens, backend) for tokens in PREFILL]
     layout = package.LAYOUT
-    print(f"{layout.name}, {backend}, {torch.cuda.get_device_name()}: {layout.slots} adapters of rank {layout.max_rank}")
-    print(f"µs a layer, {len(work.layers)} layers; what follows a slash is a ratio\n" + report(rows, prefills))
+    print(f"{layout.name}, {backend}, {torch.cuda.get_device_name()}, µs a layer of {len(work.layers)}:")
+    print(f"{layout.slots} adapters of rank {layout.max_rank}\n\n{report(rows, prefills)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def _grouped(
     N: tl.constexpr, K: tl.constexpr, PER_ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y[pair] = weight[expert] x[pair // PER_ROW], times scale[pair] if SCALED, for one block of pairs of one expert."""
+    """y[pair] = weight[expert] x[pair // PER_ROW], times scale[pair] if SCALED, for one expert's block of pairs."""
     block = tl.program_id(0)
     if block >= tl.load(blocks_used):
         return

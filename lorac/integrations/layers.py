@@ -1,6 +1,7 @@
 """What stands in for the forward of a model's layers: the model's own output, and LoRA added to it in place.
 
-The base output is always computed by the model's own layer, so that base rows keep its bits, whatever computes it.
+The base output is always computed by the model's own layer, so that base rows keep its bits, whatever computes it; but
+a mixture of experts is the generated one.
 """
 
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from types import ModuleType
 import torch
 
 from lorac.integrations.sites import Site
-from lorac.runtime.errors import ShapeError
+from lorac.runtime.errors import PackageError, ShapeError
 from lorac.runtime.step import Step
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[..., torch.Tensor]
 
 
 def forwards(site: Site, package: ModuleType, step: Step) -> list[Forward]:
@@ -22,6 +23,10 @@ def forwards(site: Site, package: ModuleType, step: Step) -> list[Forward]:
     if len(bases) > 1:
         together = _Together(site, bases, package, step)
         return [partial(together.forward, index) for index in range(len(bases))]
+    if site.module.experts is not None:
+        if not hasattr(step.backend, "MOE"):
+            raise PackageError(f"backend {step.backend_name} has no kernels for experts: make the Step with another")
+        return [partial(_mixed, site, package, step)]
     scale = getattr(site.parts[0], "embed_scale", None)
     if scale is not None:
         return [partial(_scaled, site, bases[0], scale, package, step)]
@@ -30,6 +35,16 @@ def forwards(site: Site, package: ModuleType, step: Step) -> list[Forward]:
 
 def _added(site: Site, base: Forward, package: ModuleType, step: Step, x: torch.Tensor) -> torch.Tensor:
     return package.add(site.module.name, site.layer, x, base(x), step)
+
+
+def _mixed(
+    site: Site, package: ModuleType, step: Step, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+) -> torch.Tensor:
+    """A mixture of experts is the generated one, base rows too: what the model's own makes of a row depends, in its
+    rounding, on the rows beside it, and it cannot be captured.
+    """
+    experts = site.parts[0]
+    return package.moe(site.layer, x, topk_ids, topk_weights, experts.gate_up_proj, experts.down_proj, step)
 
 
 def _scaled(

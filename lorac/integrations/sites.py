@@ -14,7 +14,8 @@ _MOST_SHOWN = 8  # misfits of one kind repeat in every layer
 class Site:
     """One module of the package in one decoder layer (0 outside of them), and the model's layers that compute it.
 
-    There is one such layer, or one for each slice: the model has q_proj, k_proj and v_proj, the package qkv_proj.
+    There is one such layer, or one for each slice: the model has q_proj, k_proj and v_proj, the package qkv_proj. The
+    two modules of experts are one layer of the model, whose site is that of `experts_gate_up`.
     """
 
     module: Module
@@ -30,10 +31,7 @@ def find_sites(model: torch.nn.Module, layout: Layout, device: torch.device) -> 
         problems.append(f"the model has {len(decoder)} layers, the package {layout.layers}")
     sites = []
     for module in layout.modules:
-        if module.experts is not None:
-            problems.append(
-                f"{module.name}: adapters on experts cannot be served here; leave it out of adapters.targets"
-            )
+        if module.name == "experts_down":
             continue
         for layer in module.layers or (0,):
             if module.layers and layer >= len(decoder):
@@ -77,6 +75,8 @@ def _parts(
         found = (model.get_input_embeddings(),)
     else:
         whole = _submodule(decoder_layer, module.path)
+        if whole is None and module.experts is not None:
+            whole = _submodule(decoder_layer, "mlp.experts")  # where the checkpoint has another name for the block
         found = (whole,) if whole is not None else tuple(_submodule(decoder_layer, part.path) for part in module.slices)
     return None if None in found else found
 
@@ -89,6 +89,8 @@ def _submodule(parent: torch.nn.Module, path: str) -> torch.nn.Module | None:
 
 
 def _misfits(module: Module, parts: tuple[torch.nn.Module, ...], device: torch.device) -> list[str]:
+    if module.experts is not None:
+        return _expert_misfits(module, parts[0], device)
     widths = [part.width for part in module.slices] if len(parts) > 1 else [module.out_features]
     names = [part.name for part in module.slices] if len(parts) > 1 else [module.name]
     problems = []
@@ -102,3 +104,30 @@ def _misfits(module: Module, parts: tuple[torch.nn.Module, ...], device: torch.d
         if layer.weight.device != device:
             problems.append(f"{name} is on {layer.weight.device}, the slots on {device}")
     return problems
+
+
+def _expert_misfits(module: Module, layer: torch.nn.Module, device: torch.device) -> list[str]:
+    """What keeps the generated mixture from standing in for the model's: it knows silu(gate) * up, and no biases."""
+    gate_up, down = (getattr(layer, name, None) for name in ("gate_up_proj", "down_proj"))
+    if not all(isinstance(weight, torch.nn.Parameter) for weight in (gate_up, down)):
+        return [f"{module.path} holds no weights gate_up_proj and down_proj of all experts"]
+    problems = []
+    count, hidden, width = module.experts.local, module.in_features, module.slices[0].width
+    for name, weight, shape in (
+        ("gate_up_proj", gate_up, (count, 2 * width, hidden)), ("down_proj", down, (count, hidden, width))
+    ):  # fmt: skip
+        if weight.shape != shape:
+            problems.append(f"{name} of {module.path} is {list(weight.shape)}, in the package {list(shape)}")
+        if weight.device != device:
+            problems.append(f"{name} of {module.path} is on {weight.device}, the slots on {device}")
+    if not _is_silu(getattr(layer, "act_fn", None)):
+        problems.append(f"the activation of {module.path} is not SiLU")
+    if [name for name, _ in layer.named_parameters() if name not in ("gate_up_proj", "down_proj")]:
+        problems.append(f"{module.path} has biases, which the generated mixture does not know")
+    return problems
+
+
+def _is_silu(activation: torch.nn.Module | None) -> bool:
+    """By what it computes: transformers has classes of its own."""
+    values = torch.linspace(-4, 4, 9)
+    return activation is not None and torch.equal(activation(values), torch.nn.functional.silu(values))

@@ -7,7 +7,8 @@
     handle.detach()
 
 The model keeps its weights and its code: the forwards of target layers are replaced, and each forward of the whole
-model prepares one step. Base rows come out bit-equal to the untouched model's.
+model prepares one step. Base rows come out bit-equal to the untouched model's; where experts have LoRA, bit-equal to
+those of a batch without adapters, and to the model's within rounding.
 """
 
 import functools

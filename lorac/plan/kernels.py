@@ -63,6 +63,7 @@ def plan_kernels(
                     max_rows=kernel.max_rows or UNBOUNDED,
                     wide_b=module.out_features * slots * max_rank >= 2**31,
                     aligned=gcd(16, module.in_features),
+                    aligned_out=gcd(16, module.out_features),
                     precision="ieee" if dtype == "float32" else "",
                     launches=launches,
                 )

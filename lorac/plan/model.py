@@ -68,7 +68,8 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch configuration: up to `rows` rows (0: any number), rank up to `rank`, up to `adapters` (-1: any number)."""
+    """One launch configuration: up to `rows` rows (0: any number), rank up to `rank`, up to `adapters` (-1: any
+    number)."""
 
     rows: int
     rank: int
@@ -94,7 +95,8 @@ class KernelPlan:
     splits: bool  # some configuration splits K
     max_rows: int  # serves batches of up to this many rows alone; 0: any
     wide_b: bool  # offsets into this module's B can pass 2**31
-    aligned: int  # elements every row of x starts at a multiple of
+    aligned: int  # elements every row of x starts at a multiple of; strides are passed in these units
+    aligned_out: int  # the same of y
     precision: str  # of tl.dot: "ieee" for float32, which would be rounded to TF32 otherwise; "" elsewhere
     launches: tuple[Launch, ...]
 

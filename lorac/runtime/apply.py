@@ -1,4 +1,4 @@
-"""LoRA on one layer: `add` onto a base output, or `linear` with the base GEMM included. Shapes are checked here, once."""
+"""LoRA on one layer: `add` onto a base output, or `linear` with the base included. Shapes are checked here, once."""
 
 import torch
 from torch.nn.functional import linear as base_linear
@@ -11,19 +11,24 @@ from lorac.runtime.step import Batch, Step
 def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
     """y += LoRA of x, in place, for the batch `step` was prepared for; returns y.
 
-    x [..., in_features] (token ids [...] for an embedding), y [..., out_features], rows in the batch's order; both of the
-    package's dtype on its device. Base rows of y keep their bits. Raises TicketError where the batch was not prepared or
-    its slots changed, ShapeError for tensors that do not fit.
+    x [..., in_features] (token ids [...] for an embedding), y [..., out_features], rows in the batch's order; both of
+    the package's dtype on its device. Base rows of y keep their bits. Raises TicketError where the batch was not
+    prepared or its slots changed, ShapeError for tensors that do not fit.
     """
     spec = step.layout.by_name.get(module) or _unknown(module, step)
     if spec.experts is not None:
-        raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe for all of it")
+        raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
     with step.launching():
         batch, slot = step.enter(module, layer)
         rows = rows_of(x, spec, step, batch)
         target = _target(y, rows.shape[0], spec, step)
         if batch.adapters:
-            step.backend.ADD[module](rows, target, slot, batch, step.scratch)
+            # rows of a view can start anywhere; the kernels' stores are compiled for aligned ones
+            aligned = target.stride(0) % spec.aligned[1] == 0 and target.data_ptr() % 16 == 0
+            work = target if aligned else target.clone(memory_format=torch.contiguous_format)
+            step.backend.ADD[module](rows, work, slot, batch, step.scratch)
+            if not aligned:
+                target.copy_(work)
     return y
 
 
@@ -61,7 +66,7 @@ def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Te
         )
     rows = _sized(x.reshape(-1, spec.in_features), spec, batch)
     # the kernels' loads are compiled for rows aligned as those of a contiguous tensor
-    if rows.stride(1) != 1 or rows.stride(0) % 16 != spec.in_features % 16 or rows.data_ptr() % 16:
+    if rows.stride(1) != 1 or rows.stride(0) % spec.aligned[0] or rows.data_ptr() % 16:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows
 
@@ -79,14 +84,15 @@ def _target(y: torch.Tensor, rows: int, spec: Module, step: Step) -> torch.Tenso
     """y as [rows, out_features], sharing its memory."""
     if y.dtype != step.slots.dtype or y.shape[-1] != spec.out_features or y.numel() != rows * spec.out_features:
         raise ShapeError(
-            f"{spec.name}: y is {list(y.shape)} {y.dtype}, expected {rows} rows of {spec.out_features} in {step.slots.dtype}"
+            f"{spec.name}: y is {list(y.shape)} {y.dtype}, "
+            f"expected {rows} rows of {spec.out_features} in {step.slots.dtype}"
         )
     try:
         target = y.view(rows, spec.out_features)
     except RuntimeError:
         raise ShapeError(f"{spec.name}: y has strides {y.stride()}; add works in place on rows evenly spaced") from None
-    if target.stride(1) != 1 or target.data_ptr() % 16:
-        raise ShapeError(f"{spec.name}: y has strides {y.stride()}; its last dimension must be contiguous and aligned")
+    if target.stride(1) != 1:
+        raise ShapeError(f"{spec.name}: y has strides {y.stride()}; its last dimension must be contiguous")
     return target
 
 

@@ -1,11 +1,15 @@
 """The device memory of all slots: A and B of every module, at addresses that never change, and the copy into a slot."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from lorac.runtime.adapters import Adapter
-from lorac.runtime.adapters.pack import Block, Tables
 from lorac.runtime.errors import SlotError
 from lorac.runtime.layout import Layout, Module
+
+if TYPE_CHECKING:
+    from lorac.runtime.adapters import Adapter
+    from lorac.runtime.adapters.pack import Block, Tables
 
 
 class Buffers:
@@ -47,7 +51,7 @@ class Buffers:
         every = (self.a, self.b, self.rank, self.scale)
         return {name: sum(tables[name].nbytes for tables in every) for name in self.a}
 
-    def stage(self, adapter: Adapter) -> torch.Tensor:
+    def stage(self, adapter: "Adapter") -> torch.Tensor:
         """The adapter's bytes on the device, when they have arrived; may run beside steps, and changes no slot.
 
         Raises torch.OutOfMemoryError where the staging buffer cannot grow, SlotError while a graph is being captured.
@@ -68,7 +72,7 @@ class Buffers:
         arrived.synchronize()
         return staged
 
-    def commit(self, slot: int, blocks: tuple[Block, ...], staged: torch.Tensor | None) -> None:
+    def commit(self, slot: int, blocks: "tuple[Block, ...]", staged: torch.Tensor | None) -> None:
         """Make a slot hold exactly `blocks` of `staged` (nothing, if there are none): after the steps that read it."""
         if not self._cuda:
             self._write(slot, blocks, staged)
@@ -91,7 +95,7 @@ class Buffers:
                 stream.wait_event(self._committed)
             self._readers[stream.cuda_stream] = (stream, self._commits)
 
-    def _write(self, slot: int, blocks: tuple[Block, ...], staged: torch.Tensor | None) -> None:
+    def _write(self, slot: int, blocks: "tuple[Block, ...]", staged: torch.Tensor | None) -> None:
         old, new = self._extents[slot], {block.module.name: block.rank for block in blocks}
         for name, held in old.items():
             covered = new.get(name, 0)
@@ -110,8 +114,10 @@ class Buffers:
             tables.scale.copy_(source.scale)
         self._extents[slot] = new
 
-    def _slot_tables(self, module: Module, slot: int) -> Tables:
+    def _slot_tables(self, module: Module, slot: int) -> "Tables":
         """One slot's part of a module's tables: a [..., R, in], b [..., out, R]."""
+        from lorac.runtime.adapters.pack import Tables  # with the first adapter: it takes half as long as all the rest
+
         a, b, name = self.a[module.name][:, slot], self.b[module.name], module.name
         if module.kind == "embedding":
             a = a.mT

@@ -2,8 +2,10 @@
 
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
-from lorac.runtime.adapters import Adapter
+if TYPE_CHECKING:
+    from lorac.runtime.adapters import Adapter
 
 
 class HostCache:
@@ -14,14 +16,14 @@ class HostCache:
         self._kept: OrderedDict[int, Adapter] = OrderedDict()
         self._lock = threading.RLock()
 
-    def get(self, version: int) -> Adapter | None:
+    def get(self, version: int) -> "Adapter | None":
         """The adapter of that version, now the most recently used."""
         with self._lock:
             if version in self._kept:
                 self._kept.move_to_end(version)
             return self._kept.get(version)
 
-    def put(self, version: int, adapter: Adapter) -> None:
+    def put(self, version: int, adapter: "Adapter") -> None:
         """Keep an adapter, unless it alone passes the limit."""
         with self._lock:
             self.drop(version)

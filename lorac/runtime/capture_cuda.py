@@ -12,6 +12,7 @@ from lorac.runtime.watch import HostWatch
 
 # by item size, what tensors are described as: the array interface has no bfloat16
 _TYPES = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
+_BROKEN: list[torch.cuda.CUDAGraph] = []  # failed captures that torch's allocators go on asking about
 
 
 class CudaEngine(Engine):
@@ -22,7 +23,6 @@ class CudaEngine(Engine):
         with torch.cuda.device(device):
             self.side = torch.cuda.Stream()
             self.pool = torch.cuda.graph_pool_handle()
-        self.broken: list[torch.cuda.CUDAGraph] = []
 
     def reserved(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -78,9 +78,11 @@ class CudaRecording(Recording):
         try:
             self._close()
         except RuntimeError:
-            # CUDA repeats the error that is being reported, and torch leaves the graph where its allocator asks for it
-            self.engine.broken.append(self.graphs[-1])
+            # CUDA repeats the error that is being reported, and torch leaves both of its allocators recording to the
+            # pool. That of pinned memory cannot be told to stop: the graph it asks must live on, the pool be left.
+            _BROKEN.append(self.graphs[-1])
             torch._C._cuda_endAllocateToPool(self.engine.device.index, self.engine.pool)
+            self.engine.pool = torch.cuda.graph_pool_handle()
 
     def _begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())

@@ -1,4 +1,4 @@
-"""The runtime's errors. Each message says which package, adapter, module or slot, what was expected, and how to mend it."""
+"""The runtime's errors. Messages say which package, adapter, module or slot, what was expected, and the remedy."""
 
 
 class RuntimeFault(Exception):

@@ -1,7 +1,7 @@
 """LoRA on a mixture of experts: the whole mixture in one call, or the delta alone for the hooks of a MoE runner.
 
-Routing is given: topk_ids [rows, top_k], the experts of each row as this rank numbers its own (-1: on another rank), and
-topk_weights [rows, top_k]. A pair is a row and one of its experts, number row * top_k + choice.
+Routing is given: topk_ids [rows, top_k], the experts of each row as this rank numbers its own (-1: on another rank),
+and topk_weights [rows, top_k]. A pair is a row and one of its experts, number row * top_k + choice.
 """
 
 import torch
@@ -56,7 +56,7 @@ def add_experts(
 
     For `experts_gate_up`, x [rows, hidden] and y [pairs, 2 * intermediate] before the activation; for `experts_down`,
     x [pairs, intermediate] and y [pairs, hidden] before the sum: pass the weights where y holds weighted outputs.
-    [pairs, n] may be [rows, top_k, n]. Pairs of base rows, and of experts elsewhere, keep their bits. Errors as for `moe`.
+    [pairs, n] may be [rows, top_k, n]. Pairs of base rows and of experts elsewhere keep their bits. Errors: as `moe`.
     """
     spec = _module(module, step)
     adds = getattr(step.backend, "EXPERT_ADD", None) or _unserved(step)
@@ -127,7 +127,8 @@ def _inputs(x: torch.Tensor, of: Module, step: Step, batch: Batch, pairs: int) -
         return rows_of(x, of, step, batch).contiguous()
     if x.dtype != step.slots.dtype or x.numel() != pairs * of.in_features or x.shape[-1] != of.in_features:
         raise ShapeError(
-            f"{of.name}: x is {list(x.shape)} {x.dtype}, expected {pairs} pairs of {of.in_features} in {step.slots.dtype}"
+            f"{of.name}: x is {list(x.shape)} {x.dtype}, expected {pairs} pairs of {of.in_features} in "
+            f"{step.slots.dtype}"
         )
     return _plain(x.reshape(pairs, of.in_features), x.dtype)
 
@@ -142,7 +143,7 @@ def _target(y: torch.Tensor, pairs: int, of: Module, step: Step) -> torch.Tensor
     fits = y.dtype == step.slots.dtype and y.shape[-1] == of.out_features and y.numel() == pairs * of.out_features
     if not fits or not y.is_contiguous() or y.data_ptr() % 16:
         raise ShapeError(
-            f"{of.name}: y is {list(y.shape)} {y.dtype} with strides {y.stride()}, expected {pairs} contiguous pairs of "
-            f"{of.out_features} in {step.slots.dtype}, for it is changed in place"
+            f"{of.name}: y is {list(y.shape)} {y.dtype} with strides {y.stride()}, expected {pairs} contiguous pairs "
+            f"of {of.out_features} in {step.slots.dtype}, for it is changed in place"
         )
     return y.view(pairs, of.out_features)

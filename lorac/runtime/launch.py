@@ -1,4 +1,4 @@
-"""Launching generated kernels: a closed set of configurations, each compiled once per device, called with little ceremony.
+"""Launching generated kernels: a closed set of configurations, each compiled once per device and called cheaply.
 
 A launch through Triton's own dispatcher costs 5 to 7 µs of host time, most of it re-deriving a specialisation that the
 plan has fixed; a compiled kernel called directly costs well under one.
@@ -32,12 +32,14 @@ def cdiv(a: int, b: int) -> int:
 
 
 class Launch:
-    """One configuration: up to `rows` rows (0: any number), rank up to `rank`, up to `adapters` adapters (ANY: any number).
+    """One configuration: up to `rows` rows (0: any number), `adapters` adapters (ANY: any number), rank `rank`.
 
     Block sizes are attributes: `launch.BLOCK_M`.
     """
 
-    def __init__(self, rows: int, rank: int, adapters: int, warps: int, stages: int, pdl: bool, constants: dict[str, int]):
+    def __init__(
+        self, rows: int, rank: int, adapters: int, warps: int, stages: int, pdl: bool, constants: dict[str, int]
+    ):
         self.rows, self.rank, self.adapters, self.pdl, self.constants = rows, rank, adapters, pdl, constants
         # FP fusion is stated, for its default changes between Triton's versions
         self.options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
@@ -59,7 +61,7 @@ class Kernel:
     """A generated kernel: its function, the types of its arguments in order, and a table of launch configurations."""
 
     def __init__(self, function, arguments: dict[str, str], constants: tuple[str, ...], launches: tuple[tuple, ...]):
-        """`launches` has a row per configuration: rows, rank, adapters, warps, stages, pdl, then the constants in order.
+        """`launches` has a row per configuration: rows, rank, adapters, warps, stages, pdl, then the constants.
 
         Raises PackageError where the function's parameters are not the arguments and constants, in that order.
         """
@@ -77,7 +79,9 @@ class Kernel:
         for launch in self.launches:
             if launch.serves(rows, rank, adapters):
                 return launch
-        raise PackageError(f"kernel {self.name} has no configuration for {rows} rows, {adapters} adapters of rank {rank}")
+        raise PackageError(
+            f"kernel {self.name} has no configuration for {rows} rows, {adapters} adapters of rank {rank}"
+        )
 
     def run(self, launch: Launch, grid: tuple[int, ...], **arguments) -> None:
         """Launch on the current stream. Arguments are named, in the order of the kernel's signature."""
@@ -101,7 +105,9 @@ class Kernel:
         """
         device = torch.cuda.current_device()
         if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(f"{self.name} would be compiled inside a capture: run the batch once before capturing it")
+            raise CaptureError(
+                f"{self.name} would be compiled inside a capture: run the batch once before capturing it"
+            )
         if self.sealed:
             raise PackageError(f"{self.name} would be compiled after the package was sealed: call warm() before seal()")
         dependent = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,11 +1,12 @@
-"""What a generated package tells the runtime about its modules: names, shapes and where their adapters' tensors come from."""
+"""What a generated package tells the runtime of its modules: names, shapes, where adapters' tensors come from."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """One stacked part of a module: rows [start, start + width) of its output on this rank."""
 
     name: str  # the unfused projection: "q_proj"
@@ -16,8 +17,7 @@ class Slice:
     units: int = 0  # pieces the width may be cut into (heads); 0: any
 
 
-@dataclass(frozen=True)
-class ExpertLayout:
+class ExpertLayout(NamedTuple):
     """The experts of a module of kind `experts`; `local` of `count` live on this rank."""
 
     count: int
@@ -49,6 +49,11 @@ class Module:
     def out_features(self) -> int:
         """Output features on this rank, all slices."""
         return sum(part.width for part in self.slices)
+
+    @cached_property
+    def aligned(self) -> tuple[int, int]:
+        """Elements that rows of x, and of y, start at multiples of: what kernels are compiled for."""
+        return gcd(16, self.in_features), gcd(16, self.out_features)
 
     @property
     def instances(self) -> int:

@@ -89,9 +89,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return self._file(fullname)[1]
 
     def exec_module(self, module):
-        file = module.__spec__.origin
         source = self.get_source(module.__name__)
-        # Triton takes kernel source from linecache: an entry without a time stamp is never read from disk again
+        # Triton takes kernel source from linecache, its interpreter only when a kernel first runs: hence a name that no
+        # other build has, and an entry without a time stamp, which is never read from disk again
+        file = f"{module.__spec__.origin} ({self.name[-8:]})"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         exec(compile(source, file, "exec"), module.__dict__)
 

@@ -1,17 +1,19 @@
 """The device tensors that describe one batch to the kernels, with fixed addresses, refreshed in place every step.
 
-Map 0 describes the rows of the forward pass, map 1 the rows logits are computed for. The host writes `packed`; one kernel
-(`route`, generated) derives everything else from it and neutralises every entry past the batch.
+Map 0 describes the rows of the forward pass, map 1 the rows logits are computed for. The host writes `packed`; one
+kernel (`route`, generated) derives everything else from it and neutralises every entry past the batch.
 """
 
 import ctypes
 from array import array
-from dataclasses import dataclass
+from collections import deque
+from typing import NamedTuple
 
 import torch
 
 HEADER = 4  # requests, rows, chunk, unused: per map
 MAPS = 2
+BANK = 8  # batches between two events
 UNCUT = 2**30  # a chunk no batch reaches: one segment per adapter
 
 
@@ -20,8 +22,7 @@ def round_up(count: int) -> int:
     return -(-count // 16) * 16
 
 
-@dataclass
-class RowMap:
+class RowMap(NamedTuple):
     """One map's tensors, int32. Kernels take these; entries past the batch are -1 (slots) or empty (segments)."""
 
     row_slot: torch.Tensor  # [rows] slot per row, -1 for base rows and padding
@@ -45,46 +46,60 @@ class Metadata:
         self.maps = tuple(RowMap(*self.tensors[m].split(sizes)) for m in range(MAPS))
         self.table = 2 * requests + 1  # slots, then starts, of one map
         self.packed = torch.zeros(MAPS * (HEADER + self.table), dtype=torch.int32, device=device)
-        self._staging = [_Staging(self.packed)]
+        self._banks = deque((_Bank(self.packed), _Bank(self.packed)))  # the first is being filled
 
     def write(self, maps: list[tuple[array, array, int, int]]) -> None:
         """Send (slot per request, start per request and end, rows, chunk) of each map: one asynchronous copy."""
-        staging = self._free_staging()
-        view = staging.view
+        bank = self._banks[0]
+        tensor, view = bank.buffers[bank.sent]
         header = array("i", (0, 0, UNCUT, 0) * MAPS)
+        at = MAPS * HEADER
         for m, (slots, starts, rows, chunk) in enumerate(maps):
             requests = len(slots)
-            header[m * HEADER : m * HEADER + 3] = array("i", (requests, rows, chunk))
-            at = MAPS * HEADER + m * self.table
+            header[m * HEADER], header[m * HEADER + 1], header[m * HEADER + 2] = requests, rows, chunk
             view[at : at + requests] = slots
-            at += self.requests
-            view[at : at + requests + 1] = starts
+            view[at + self.requests : at + self.requests + requests + 1] = starts
+            at += self.table
         view[: MAPS * HEADER] = header
-        self.packed.copy_(staging.tensor, non_blocking=True)
-        staging.sent()
+        self.packed.copy_(tensor, non_blocking=True)
+        bank.sent += 1
+        if bank.sent == len(bank.buffers):
+            bank.close()
+            self._next_bank()
 
-    def _free_staging(self) -> "_Staging":
-        """A host buffer the device has finished reading; a new one rather than a wait when the host runs ahead."""
-        for staging in self._staging:
-            if staging.free():
-                return staging
-        self._staging.append(_Staging(self.packed))
-        return self._staging[-1]
+    def _next_bank(self) -> None:
+        """Fill the bank sent longest ago; a new one rather than a wait when the host runs that far ahead."""
+        self._banks.rotate(-1)
+        if not self._banks[0].free():
+            self._banks.appendleft(_Bank(self.packed))
+        self._banks[0].sent = 0
 
 
-class _Staging:
-    """A host copy of `packed`, pinned when the device is a GPU, writable without an allocation."""
+class _Bank:
+    """Host copies of `packed` sent in turn, pinned when the device is a GPU, writable without an allocation.
+
+    One event tells when the device has read them all: recording and asking costs as much as a copy. The copies may be
+    on several streams, which the step orders, for all of them write `packed`.
+    """
 
     def __init__(self, packed: torch.Tensor):
         on_gpu = packed.device.type == "cuda"
-        self.tensor = torch.zeros(packed.shape, dtype=torch.int32, pin_memory=on_gpu)
-        memory = (ctypes.c_int32 * packed.numel()).from_address(self.tensor.data_ptr())
-        self.view = memoryview(memory).cast("B").cast("i")
+        tensors = torch.zeros(BANK, packed.numel(), dtype=torch.int32, pin_memory=on_gpu).unbind()
+        self.buffers = tuple((tensor, _view(tensor)) for tensor in tensors)
         self.event = torch.cuda.Event() if on_gpu else None
+        self.sent = 0
 
     def free(self) -> bool:
+        """Whether the device has read every buffer."""
         return self.event is None or self.event.query()
 
-    def sent(self) -> None:
+    def close(self) -> None:
+        """The last buffer has been sent."""
         if self.event is not None:
             self.event.record()
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    """A contiguous int32 tensor's memory."""
+    memory = (ctypes.c_int32 * tensor.numel()).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B").cast("i")

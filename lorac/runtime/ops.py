@@ -1,4 +1,4 @@
-"""The package's operations as `pkg.add`, `pkg.linear` and so on; under torch.compile, as operators it need not look into.
+"""The package's operations: `pkg.add`, `pkg.linear` and so on; under torch.compile, operators it need not look into.
 
 The operators are `lorac::add` and `lorac::add_experts`, which declare that they change y, `lorac::linear`, `lorac::moe`
 and `lorac::cut`. Names and layers are baked into a trace; the batch is not: an operator finds its step when it runs.
@@ -86,8 +86,10 @@ for _schema, _function in (
     ("add(Tensor x, Tensor(a!) y, int step, str module, int layer) -> ()", _add),
     ("linear(Tensor x, Tensor weight, int step, str module, int layer) -> Tensor", _linear),
     ("moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w2, int step, int layer) -> Tensor", _moe),
-    ("add_experts(Tensor x, Tensor(a!) y, Tensor topk_ids, Tensor? topk_weights, int step, str module, int layer) -> ()",
-     _add_experts),
+    (
+        "add_experts(Tensor x, Tensor(a!) y, Tensor ids, Tensor? by, int step, str module, int layer) -> ()",
+        _add_experts,
+    ),
     ("cut(Tensor[] tensors, int number) -> Tensor", _cut),
 ):
     _name = _schema.partition("(")[0]

@@ -4,7 +4,8 @@ A pair is one row and one of its chosen experts: row r with top_k choices has pa
 A block is up to so many pairs of one expert, a group all pairs of one adapter and one expert. Standard library only.
 """
 
-MOST_SHARES = 32  # parts of an intermediate that its reader adds up; where there would be more, a launch adds them first
+# parts of an intermediate that its reader adds up; where there would be more, a launch of its own computes it
+MOST_SHARES = 32
 
 
 def block_cap(pairs: int, experts: int, rows: int) -> int:

@@ -4,22 +4,23 @@ import difflib
 import itertools
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lorac.runtime.adapters import Adapter, read_adapter
 from lorac.runtime.cache import HostCache
 from lorac.runtime.errors import AdapterError, SlotError
 from lorac.runtime.layout import Layout
 
+if TYPE_CHECKING:
+    from lorac.runtime.adapters import Adapter
 
-@dataclass(frozen=True)
-class Source:
+
+class Source(NamedTuple):
     """One version of a name: a folder, or an adapter that was prepared elsewhere. Versions are never used twice."""
 
     version: int
-    what: str | Adapter
+    what: "str | Adapter"
 
 
 class Registry:
@@ -31,8 +32,10 @@ class Registry:
         self._sources: dict[str, Source] = {}
         self._versions = itertools.count(1)
 
-    def source(self, what: str | os.PathLike | Adapter) -> Source:
+    def source(self, what: "str | os.PathLike | Adapter") -> Source:
         """A new version, of no name yet."""
+        from lorac.runtime.adapters import Adapter  # with the first adapter: it takes half as long as all the rest
+
         return Source(next(self._versions), what if isinstance(what, Adapter) else os.fspath(what))
 
     def register(self, name: str, source: Source) -> None:
@@ -72,8 +75,10 @@ class Registry:
             raise SlotError(f"no adapter is called {name!r}; {hint}")
         return self._sources[name]
 
-    def prepare(self, source: Source) -> Adapter:
+    def prepare(self, source: Source) -> "Adapter":
         """The adapter of a source, from the cache or read now. Raises AdapterError for one this rank cannot serve."""
+        from lorac.runtime.adapters import Adapter, read_adapter
+
         if isinstance(source.what, Adapter):
             shard = source.what.shard
             if source.what.layout != self.layout or (shard.tp, shard.ep) != self._ranks:

@@ -1,6 +1,6 @@
 """From the packed description of a batch to the per-row and per-segment tensors kernels read.
 
-`launch` runs the generated `route` kernel; `on_host` does the same in plain Python for a CPU without Triton's interpreter.
+`launch` runs the generated `route` kernel; `on_host` does the same in Python, for a CPU without the interpreter.
 """
 
 import torch
@@ -61,7 +61,7 @@ def _chunks(by_slot: dict[int, list[int]], chunk: int) -> list[tuple[int, int, i
 
 
 def _fill(tensor: torch.Tensor, values: list[int], rest: int = -1) -> None:
-    """Write the values and neutralise the rest. Values past the tensor's room belong to a rule that never reads them."""
+    """Write the values and neutralise the rest. Values past the room belong to a rule that never reads them."""
     values = values[: tensor.numel()]
     tensor.fill_(rest)
     if values:

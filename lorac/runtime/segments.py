@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Segments:
-    """How a backend groups rows. `chunks` are (from rows, chunk) pairs; `cap` bounds request slots of a prefill graph."""
+    """How a backend groups rows. `chunks` are (from rows, chunk) pairs; `cap` bounds a prefill graph's requests."""
 
     by: str  # none | request | chunk
     cap: int
@@ -27,14 +27,14 @@ class Grid:
 
 
 def chunk_of(segments: Segments, rows: int) -> int:
-    """Rows of a chunk for a batch of `rows`: the entry with the largest threshold not above it; 0 unless cut into chunks."""
+    """Rows of a chunk for a batch of `rows`: the entry with the largest threshold not above it; 0 where uncut."""
     if segments.by != "chunk":
         return 0
     return next(chunk for least, chunk in reversed(segments.chunks) if rows >= least)
 
 
 def chunk_cap(rows: int, slots: int, chunk: int) -> int:
-    """Most chunks that `rows` rows over `slots` adapters can need when each adapter's rows are cut into chunks of `chunk`.
+    """Most chunks that `rows` rows over `slots` adapters need, each adapter's rows cut into chunks of `chunk`.
 
     With k = min(slots, rows) adapters present, k rows open k chunks and every further `chunk` rows at most one more:
     k + floor((rows - k) / chunk). Exact: k - 1 adapters with one row each and one with the rest reach it.
@@ -65,7 +65,7 @@ def prefill_grid(segments: Segments, tokens: int, slots: int, requests: int) -> 
 
 
 def segment_slots(segments: Segments, rows: int, slots: int, requests: int) -> int:
-    """Segment entries the static metadata holds for batches up to `rows`: the largest cap of any size, at least `floor`.
+    """Segment entries of the static metadata for batches up to `rows`: the largest cap of any, at least `floor`.
 
     The cap is not monotonic in the rows, for chunks grow with them; within one chunk size it is, so the ends decide.
     """

@@ -5,15 +5,18 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from lorac.runtime.adapters import Adapter
 from lorac.runtime.buffers import Buffers
 from lorac.runtime.errors import ShapeError, SlotError
 from lorac.runtime.layout import Layout
 from lorac.runtime.registry import Registry, Source
 from lorac.runtime.residents import Resident, Residents
+
+if TYPE_CHECKING:
+    from lorac.runtime.adapters import Adapter
 
 
 class Slots:
@@ -56,7 +59,7 @@ class Slots:
 
     # --- names
 
-    def register(self, name: str, source: str | os.PathLike | Adapter) -> None:
+    def register(self, name: str, source: "str | os.PathLike | Adapter") -> None:
         """Let `name` stand for an adapter folder (or a prepared adapter), which `ensure` reads when it is needed.
 
         A name registered again stands for a new version; the old one is served until `ensure` or `load` replaces it.
@@ -121,7 +124,7 @@ class Slots:
 
     # --- residence
 
-    def load(self, source: str | os.PathLike | Adapter, name: str) -> int:
+    def load(self, source: "str | os.PathLike | Adapter", name: str) -> int:
         """Read an adapter now, register it and make it resident under `name`; returns its slot.
 
         A resident adapter of that name is replaced in its own slot, all at once. Otherwise the lowest free slot is
@@ -189,7 +192,7 @@ class Slots:
             self._residents.release(slots)
 
     def before_step(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Order `stream` (None: the current one) with commits. `lock` is to be held until the step's launches are made."""
+        """Order `stream` (None: the current one) with commits; `lock` is to be held until its launches are made."""
         self._buffers.before_step(stream)
 
     @contextmanager
@@ -222,7 +225,7 @@ class Slots:
                 if self._registry.get(name) is source:  # else renamed or registered anew: the caller looks again
                     self._occupy(self._residents.choose(name, keep), name, source, adapter, staged)
 
-    def _occupy(self, slot: int, name: str, source: Source, adapter: Adapter, staged: torch.Tensor) -> None:
+    def _occupy(self, slot: int, name: str, source: Source, adapter: "Adapter", staged: torch.Tensor) -> None:
         self._buffers.commit(slot, adapter.blocks, staged)
         self._residents.put(Resident(name, source.version, slot, adapter.folder, adapter.rank, adapter.nbytes))
         self._changed(slot)

@@ -1,4 +1,4 @@
-"""One step of a model: which rows belong to which adapter, told to the device once, and a ticket for what may be replayed."""
+"""One step of a model: which rows belong to which adapter, told to the device once; and a ticket for replaying it."""
 
 import functools
 import itertools
@@ -104,9 +104,9 @@ def even_starts(requests: int, rows: int) -> array:
 
 
 class Launching:
-    """What `Step.launching` returns: the outermost one holds the slots' lock."""
+    """What `Step.launching` returns: the outermost one holds the slots' lock, and makes the model's device current."""
 
-    __slots__ = ("outermost", "step")
+    __slots__ = ("device", "outermost", "step")
 
     def __init__(self, step: "Step"):
         self.step, self.outermost = step, False
@@ -117,17 +117,20 @@ class Launching:
         if step.inside or step.ticket is None or capturing():
             return
         step.slots.lock.acquire()
+        self.device = step.on_device()
+        self.device.__enter__()
+        step.inside = self.outermost = True
         try:
             step.slots.before_step()
             step.check(step.ticket)
         except BaseException:
-            step.slots.lock.release()
+            self.__exit__(None, None, None)
             raise
-        step.inside = self.outermost = True
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *error) -> None:
         if self.outermost:
             self.step.inside = self.outermost = False
+            self.device.__exit__(*error)
             self.step.slots.lock.release()
 
 
@@ -141,11 +144,14 @@ class Step:
         process group of the ranks that must agree, all of them unless stated.
         """
         if not 0 <= stream < tables.STREAMS:
-            raise PackageError(f"package {tables.LAYOUT.name} is built for {tables.STREAMS} streams; there is no stream {stream}")
+            raise PackageError(
+                f"package {tables.LAYOUT.name} is built for {tables.STREAMS} streams; there is no stream {stream}"
+            )
         if interpreted() and backend.KERNELS and tables.LAYOUT.dtype == "bfloat16":
             raise PackageError(
-                f"package {tables.LAYOUT.name} is of bfloat16, which Triton's interpreter (TRITON_INTERPRET=1) computes "
-                f"wrongly in the kernels of backend {backend_name!r}: build it in float32 or float16, or run on a GPU"
+                f"package {tables.LAYOUT.name} is of bfloat16, which Triton's interpreter (TRITON_INTERPRET=1) "
+                f"computes wrongly in the kernels of backend {backend_name!r}: "
+                "build it in float32 or float16, or run on a GPU"
             )
         self.tables, self.slots, self.backend_name, self.backend = tables, slots, backend_name, backend
         self.stream = stream
@@ -170,8 +176,8 @@ class Step:
     def prepare(self, rows: list, *, rows_per_request: int = 1) -> Ticket:
         """Describe a decode batch: one adapter name, or None, per request, each with `rows_per_request` rows in turn.
 
-        One asynchronous copy and at most one kernel launch; the host never waits for the device. Raises SlotError for an
-        adapter that is in no slot.
+        One asynchronous copy and at most one kernel launch; the host never waits for the device. Raises SlotError
+        for an adapter that is in no slot.
         """
         return self._prepare("decode", rows, even_starts(len(rows), rows_per_request), None, rows_per_request)
 
@@ -232,7 +238,7 @@ class Step:
                 )
 
     def scratch(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-        """A flat scratch tensor of at least `elements`. It grows outside captures only; outgrown ones live on for graphs.
+        """A flat scratch tensor of at least `elements`. It grows outside captures only; graphs keep outgrown ones.
 
         Raises CaptureError when it would have to grow during a capture.
         """
@@ -254,7 +260,8 @@ class Step:
     def describe(self, phase: str, bucket: int, variant: str, rows_per_request: int = 1) -> Batch:
         """The fullest batch of a graph key, for warm-up and capture: every row, adapter and request. See `using`.
 
-        Slots are named by number, so nothing need be loaded; the device tensors are overwritten, the ticket is withdrawn.
+        Slots are named by number, so nothing need be loaded; the device tensors are overwritten, the ticket is
+        withdrawn.
         """
         grid = self.tables.GRIDS[self.backend_name][phase][bucket]
         adapters, rank = self.tables.VARIANTS[variant]
@@ -319,14 +326,14 @@ class Step:
                 raise
             held = tuple(sorted(lookup.values()))
             lookup[None] = -1
-            slots = array("i", map(lookup.__getitem__, names))
+            slots = array("i", [lookup[name] for name in names])
             return self._admit(phase, slots, held, starts, logit_starts, rows_per_request)
 
     def _admit(
         self, phase: str, slots: array, held: tuple[int, ...], starts: array, logit_starts: array | None,
         rows_per_request: int,
     ) -> Ticket:  # fmt: skip
-        rank = max((self.slots.slot_rank(slot) for slot in held), default=0)
+        rank = max(map(self.slots.slot_rank, held), default=0)
         rows, requests = starts[-1], len(slots)
         asked = Question(phase, rows, requests, len(held), rank, rows_per_request)
         if self.agreement is not None:
@@ -336,7 +343,7 @@ class Step:
         if asked.refused:
             admission = Admission(0, admission.variant, asked.refused, asked.refused)
         self._install(phase, slots, starts, logit_starts, admission, held)
-        generations = tuple(self.slots.slot_generation[slot] for slot in held)
+        generations = tuple(map(self.slots.slot_generation.__getitem__, held))
         self.ticket = Ticket(
             next(self._serials), phase, rows, requests, len(held), rank, admission.variant, admission.bucket,
             admission.reason, held, generations, rows_per_request, admission.cause,

@@ -48,7 +48,7 @@ class Tile(_Declared):
 
 
 class Scratch(_Declared):
-    """A scratch buffer: the product of named dimensions: rows, columns (slices x rank), active, out, slots, or a block size."""
+    """A scratch buffer, the product of dimensions: rows, columns (slices x rank), active, out, slots, block sizes."""
 
     dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")
     shape: tuple[Identifier, ...] = Field(min_length=1, description="dimensions, by name")
@@ -61,19 +61,23 @@ class Kernel(_Declared):
     kinds: tuple[Literal["linear", "lm_head", "embedding", "experts"], ...] = Field(
         ("linear", "lm_head"), description="kinds of module it serves"
     )
-    modules: tuple[Identifier, ...] = Field((), description="names of the only modules it serves; empty: all of its kinds")
+    modules: tuple[Identifier, ...] = Field((), description="the only modules it serves; empty: all of its kinds")
     arguments: dict[Identifier, StrictStr] = Field(
         description="arguments in order: name to type, *dtype for the spec's"
     )
-    constants: tuple[Identifier, ...] = Field(description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL the launch option")
+    constants: tuple[Identifier, ...] = Field(
+        description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL the launch option"
+    )
     max_rows: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many rows alone")
-    base: StrictBool = Field(False, description="computes the base as well, so that it is launched without adapters too")
+    base: StrictBool = Field(
+        False, description="computes the base as well, so that it is launched without adapters too"
+    )
     when_split: tuple[Identifier, ...] = Field((), description="arguments only a kernel that splits K takes")
     dims: dict[Identifier, Literal["rows", "rank", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
     )
     follows: dict[Identifier, Annotated[StrictStr, Field(pattern=r"^[a-z_]+\.[A-Z_]+$")]] = Field(
-        default_factory=dict, description="constants it takes from an earlier stage for the same batch, as STAGE.CONSTANT"
+        default_factory=dict, description="constants that are an earlier stage's for the same batch: STAGE.CONSTANT"
     )
     operands: tuple[tuple[Identifier, Identifier], ...] = Field(
         (), description="tiles held in shared memory, as pairs of block sizes, for the estimate of its size"

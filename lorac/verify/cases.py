@@ -1,4 +1,4 @@
-"""Awkward batches: every bucket's edges, base rows everywhere, one adapter and all of them, uneven and empty requests."""
+"""Awkward batches: every bucket's edges, base rows everywhere, one adapter and all of them, uneven requests."""
 
 import random
 from dataclasses import dataclass
@@ -17,6 +17,10 @@ class Case:
     def rows(self) -> int:
         """Rows of the batch."""
         return sum(rows for _, rows in self.requests)
+
+    def bare(self) -> "Case":
+        """The same batch without adapters."""
+        return Case(self.phase, tuple((-1, rows) for _, rows in self.requests))
 
     def describe(self) -> str:
         """`decode: 0 -1 2`, or `prefill: 0x7 -1x3` with rows."""
@@ -63,7 +67,7 @@ def prefill_cases(buckets: tuple[int, ...], slots: int, most: int, requests: int
 
 
 def smaller(case: Case) -> list[Case]:
-    """Cases one step simpler: without some requests, or with fewer rows; for the search for a smallest failing input."""
+    """Cases one step simpler, without some requests or with fewer rows, for the search for a smallest failure."""
     found, count = [], len(case.requests)
     size = count // 2
     while size:

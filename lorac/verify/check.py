@@ -21,6 +21,13 @@ class Outcome:
     problem: str = ""
 
 
+def prepare(step: Step, case: Case) -> None:
+    """Prepare the step for a batch; every row of a prefill has logits."""
+    rows = [rows for _, rows in case.requests]
+    logits = rows if case.phase == "prefill" else None
+    step.prepare_slots(case.phase, [slot for slot, _ in case.requests], rows, logits=logits)
+
+
 def check(package, step: Step, module: Module, layer: int, case: Case, generator: torch.Generator) -> Outcome:
     """Run `add` (and `linear` where the backend owns the base) on fresh random inputs with poisoned scratch."""
     device, dtype = step.slots.device, step.slots.dtype
@@ -30,15 +37,15 @@ def check(package, step: Step, module: Module, layer: int, case: Case, generator
     tensors = step.slots.instance(module.name, layer)
     widths = [part.width for part in module.slices]
     delta = reference.lora(x, *tensors, widths, row_slot)
-    base = _random((len(row_slot), module.out_features), device, dtype, generator)
+    base = random((len(row_slot), module.out_features), device, dtype, generator)
     y = package.add(module.name, layer, x, base.clone(), step)
-    outcome = _compare(y, base, base.double() + delta, row_slot)
+    outcome = compare(y, base, base.double() + delta, row_slot)
     if outcome.problem or module.name not in getattr(step.backend, "LINEAR", {}):
         return outcome
-    weight = _random((module.out_features, module.in_features), device, dtype, generator) * module.in_features**-0.5
+    weight = random((module.out_features, module.in_features), device, dtype, generator) * module.in_features**-0.5
     poison(step)
     y = package.linear(module.name, layer, x, weight, step)
-    owned = _compare(y, None, x.double() @ weight.double().T + delta, row_slot)
+    owned = compare(y, None, x.double() @ weight.double().T + delta, row_slot)
     return Outcome(max(outcome.error, owned.error), owned.problem and "linear: " + owned.problem)
 
 
@@ -46,7 +53,7 @@ def inputs(module: Module, rows: int, device, dtype: torch.dtype, generator: tor
     """Random x [rows, in_features], or token ids [rows] for an embedding."""
     if module.kind == "embedding":
         return torch.randint(module.in_features, (rows,), device=device, generator=generator)
-    return _random((rows, module.in_features), device, dtype, generator)
+    return random((rows, module.in_features), device, dtype, generator)
 
 
 def filled_slots(package, device: str, layers: dict[str, list[int]], generator: torch.Generator):
@@ -82,11 +89,15 @@ def _fill_instance(tensors, module: Module, slot: int, rank: int, limit: int, ge
         own = 0 if len(module.slices) > 1 and (slot + part) % 5 == 4 else rank
         ranks[slot, part] = own
         scales[slot, part] = 0.5 + 0.25 * slot
-        a_rows = a[slot, :, :own] if module.kind == "embedding" else a[slot, part * limit : part * limit + own]
+        if module.kind == "embedding":
+            a_rows = a[slot, :, :own]
+        else:
+            a_rows = a[slot, ..., part * limit : part * limit + own, :]
         a_scale = 1.0 if module.kind == "embedding" else module.in_features**-0.5
-        a_rows.copy_(_random(a_rows.shape, a.device, a.dtype, generator) * a_scale)
-        b_rows = b[piece.start : piece.start + piece.width, slot, :own]
-        b_rows.copy_(_random(b_rows.shape, b.device, b.dtype, generator) * max(own, 1) ** -0.5)
+        a_rows.copy_(random(a_rows.shape, a.device, a.dtype, generator) * a_scale)
+        outputs = slice(piece.start, piece.start + piece.width)
+        b_rows = b[slot, :, outputs, :own] if module.experts else b[outputs, slot, :own]
+        b_rows.copy_(random(b_rows.shape, b.device, b.dtype, generator) * max(own, 1) ** -0.5)
 
 
 def poison(step: Step) -> None:
@@ -96,7 +107,8 @@ def poison(step: Step) -> None:
             tensor.fill_(float("nan"))
 
 
-def _compare(y: torch.Tensor, base: torch.Tensor | None, expected: torch.Tensor, row_slot: list[int]) -> Outcome:
+def compare(y: torch.Tensor, base: torch.Tensor | None, expected: torch.Tensor, row_slot: list[int]) -> Outcome:
+    """Judge y [rows, out] against the oracle, and against `base`, which rows without an adapter must keep."""
     error = ((y.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
     if not error <= TOLERANCE[y.dtype]:
         worst = (y.double() - expected).abs().nan_to_num(float("inf")).amax(1).argmax().item()
@@ -110,5 +122,5 @@ def _compare(y: torch.Tensor, base: torch.Tensor | None, expected: torch.Tensor,
     return Outcome(error)
 
 
-def _random(shape, device, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def random(shape, device, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, device=device, dtype=torch.float32, generator=generator).to(dtype)

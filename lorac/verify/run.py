@@ -14,7 +14,8 @@ from lorac.runtime.load import load
 from lorac.runtime.package import backend_module
 from lorac.runtime.step import Step
 from lorac.verify.cases import Case, decode_cases, prefill_cases, smaller
-from lorac.verify.check import Outcome, check, filled_slots
+from lorac.verify.check import Outcome, check, filled_slots, prepare
+from lorac.verify.experts import check_experts
 
 
 @dataclass
@@ -78,12 +79,18 @@ def verify(
 
 def _run(step: Step, case: Case, package, layers: dict, rng: random.Random, generator: torch.Generator) -> list:
     """One batch through every module, in one of the layers that were filled."""
-    _prepare(step, case)
+    prepare(step, case)
     outcomes = []
     for module in package.LAYOUT.modules:
-        layer = rng.choice(layers[module.name])
-        outcomes.append((module, layer, check(package, step, module, layer, case, generator)))
+        if module.experts is None or hasattr(step.backend, "EXPERT_ADD"):
+            layer = rng.choice(layers[module.name])
+            outcomes.append((module, layer, _check(package, step, module, layer, case, generator)))
     return outcomes
+
+
+def _check(package, step: Step, module: Module, layer: int, case: Case, generator: torch.Generator) -> Outcome:
+    one = check if module.experts is None else check_experts
+    return one(package, step, module, layer, case, generator)
 
 
 def _explain(
@@ -92,8 +99,8 @@ def _explain(
     """A failure with the smallest input found that still shows it."""
 
     def again(candidate: Case) -> Outcome:
-        _prepare(step, candidate)
-        return check(package, step, module, layer, candidate, generator)
+        prepare(step, candidate)
+        return _check(package, step, module, layer, candidate, generator)
 
     least = _smallest(case, again)
     problem = again(least).problem or outcome.problem
@@ -101,11 +108,15 @@ def _explain(
 
 
 def _steps(package, slots, backends, device: str, report: Report) -> list[Step]:
-    """A step per backend that can run here: Triton's kernels need a GPU, or the interpreter in float32 or float16."""
+    """A step per backend that can run here: Triton's kernels need a GPU, or the interpreter and no bfloat16."""
     steps = []
     for backend in backends:
-        kernels = backend_module(package.__name__, package.BACKENDS, backend).KERNELS
-        if not kernels or device == "cuda":
+        module = backend_module(package.__name__, package.BACKENDS, backend)
+        kernels, operators = module.KERNELS, getattr(module, "OPERATORS", ())
+        missing = [name for name in operators if not torch._C._dispatch_has_kernel(name)]
+        if missing:
+            report.skipped[backend] = f"no operator {missing[0]} is registered: import what defines it"
+        elif not kernels or device == "cuda":
             steps.append(package.Step(slots, backend))
         elif not interpreted():
             report.skipped[backend] = "its kernels need a GPU, or TRITON_INTERPRET=1"
@@ -127,14 +138,6 @@ def _cases(package, most: int, rng: random.Random) -> list[Case]:
         *decode_cases(admission.DECODE_BUCKETS, slots, most, rng),
         *prefill_cases(admission.PREFILL_BUCKETS, slots, most, requests, rng),
     ]
-
-
-def _prepare(step: Step, case: Case) -> None:
-    if case.phase == "decode":
-        step.prepare_slots("decode", [slot for slot, _ in case.requests], [1] * len(case.requests))
-    else:
-        rows = [rows for _, rows in case.requests]
-        step.prepare_slots("prefill", [slot for slot, _ in case.requests], rows, logits=rows)
 
 
 def _smallest(case: Case, run: Callable[[Case], Outcome], budget: int = 200) -> Case:

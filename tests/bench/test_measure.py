@@ -114,8 +114,6 @@ def test_every_candidate_is_what_runs(measurer, monkeypatch):
 
 def test_kernels_of_add_alone_are_measured_through_add(measurer):
     step = measurer.workload.step("fused", 8, 2)
-    assert measurer._call(step, Site("fused", "project", "down_proj", 16, ANY_ADAPTERS, 8)) == measurer.workload.run
-    assert (
-        measurer._call(step, Site("fused", "segment_shrink", "down_proj", 16, ANY_ADAPTERS, 8))
-        == measurer.workload.run_add
-    )
+    project, segments = (Site("fused", of, "down_proj", 16, ANY_ADAPTERS, 8) for of in ("project", "segment_shrink"))
+    assert measurer._call(step, project) == measurer.workload.run
+    assert measurer._call(step, segments) == measurer.workload.run_add

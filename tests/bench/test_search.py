@@ -24,7 +24,7 @@ def test_the_best_of_the_space_is_found_and_written(spec):
         assert wide_is_fast(found.best) <= wide_is_fast(found.declared)
         assert wide_is_fast(found.best) <= 2 * near, site
     text = report(outcome)
-    assert "triton   qkv_proj" in text and str(outcome.table) in text
+    assert "triton   shrink_qkv_proj" in text and str(outcome.table) in text
 
 
 def test_what_cannot_serve_is_never_measured_nor_chosen(spec):

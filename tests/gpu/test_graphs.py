@@ -115,26 +115,34 @@ def test_prefill_pieces_equal_eager_and_follow_the_batch(package, model, slots, 
     assert sum(graphs.stats()["hits"].values()) >= 20
 
 
-def test_a_traced_forward_is_captured_in_pieces(package, slots):
-    step = package.Step(slots, "triton")
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_a_traced_forward_is_captured_in_pieces(package, slots, backend):
+    step = package.Step(slots, backend)
     weight = torch.randn(6144, 4096, device="cuda", dtype=torch.bfloat16) / 64
     between = break_here(lambda h: (h[:, :4096] * 2).contiguous(), like=lambda h: h.new_empty(len(h), 4096))
 
     def forward(x):
         h = package.linear("qkv_proj", 0, x, weight, step)
-        y = torch.nn.functional.silu(between(h)) * 3
+        y = silu(between(h)) * 3
         return package.add("o_proj", 0, y, x.clone(), step)
 
-    graphs = package.PrefillGraphs(
-        forward, step, torch.zeros(64, 4096, device="cuda", dtype=torch.bfloat16), mode="tc_piecewise"
-    )
+    static = torch.zeros(64, 4096, device="cuda", dtype=torch.bfloat16)
+    graphs = package.PrefillGraphs(forward, step, static, mode="tc_piecewise")
     graphs.capture([32, 64])
     assert {cost.pieces for cost in graphs._stats.costs.values()} == {2}
-    x = torch.randn(50, 4096, device="cuda", dtype=torch.bfloat16)
-    ticket = step.prepare_prefill([("1", 30), (None, 20)])
+    x = torch.randn(60, 4096, device="cuda", dtype=torch.bfloat16)
+    ticket = step.prepare_prefill([("1", 35), (None, 25)])
     out = graphs.run(ticket, x).clone()
-    with step.launching():
-        eager = forward(x)
-    torch.testing.assert_close(out, eager, rtol=2e-2, atol=2e-2)
-    assert (out - x)[:30].abs().max() > 5e-2 and torch.equal(out[30:], x[30:])
-    assert sum(graphs.stats()["hits"].values()) == 1
+    assert ticket.bucket == 64 and sum(graphs.stats()["hits"].values()) == 1
+    with torch.no_grad(), step.launching():
+        traced, eager = graphs.forward(static)[:60], forward(x)
+    assert torch.equal(out, traced)
+    # the compiler rounds less often than eager does: both are held to what bfloat16 allows
+    of = [1] * 35 + [-1] * 25
+    widths = [[part.width for part in step.layout.by_name[name].slices] for name in ("qkv_proj", "o_proj")]
+    h = linear(x.double(), weight.double()) + lora(x.double(), *slots.instance("qkv_proj", 0), widths[0], of)
+    delta = lora(silu(h[:, :4096] * 2) * 3, *slots.instance("o_proj", 0), widths[1], of)
+    for found in (out, eager):
+        error = (found.double() - x - delta).norm(dim=1) / (x + delta).norm(dim=1)
+        assert error.max() < 1e-2
+    assert delta[:35].abs().amax(1).min() > 5e-2 and torch.equal(out[35:], x[35:])

@@ -1,5 +1,6 @@
-"""One of the ranks of test_agree.py: `agreeing_ranks.py PACKAGE STORE RANK RANKS`. Prints each step's answer."""
+"""The ranks of test_agree.py: `agreeing_ranks.py PACKAGE STORE RANKS`. Each prints `answer RANK ...` for every step."""
 
+import multiprocessing
 import os
 import sys
 
@@ -31,7 +32,7 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
         return answer(step.prepare(batches[rank]), len(batches[rank]))
 
     def answer(ticket, rows):
-        print("answer", ticket.phase, ticket.variant, ticket.bucket, ticket.cause, flush=True)
+        say(rank, ticket.phase, ticket.variant, ticket.bucket, ticket.cause)
         if ticket.phase == "decode":
             out = graphs.run(ticket, torch.full((rows, 2), float(rank)))
             assert out.shape == (rows, 2) and bool((out == rank + 1).all())
@@ -55,7 +56,7 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
     # two rows per request here, one there
     odd = step.prepare(["a"], rows_per_request=1 + rank % 2)
     assert odd.bucket == 0 and "rows per request" in odd.reason
-    print("answer", odd.bucket, odd.cause)
+    say(rank, odd.bucket, odd.cause)
     # a rank that fails does not leave the others waiting
     try:
         step.prepare(["unknown" if rank == 2 else "a"])
@@ -67,10 +68,23 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
     dist.destroy_process_group()
 
 
+def say(rank: int, *answer) -> None:
+    """One line, in one write: the ranks share a pipe."""
+    os.write(1, (" ".join(map(str, ("answer", rank, *answer))) + "\n").encode())
+
+
 def _slot(name: str) -> int:
     if name not in "abcd":
         raise SlotError(f"no adapter is called {name!r}")
     return "abcd".index(name)
 
 
-main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+if __name__ == "__main__":
+    folder, store, ranks = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    fork = multiprocessing.get_context("fork")  # torch is imported once for all of them
+    started = [fork.Process(target=main, args=(folder, store, rank, ranks)) for rank in range(ranks)]
+    for rank in started:
+        rank.start()
+    for rank in started:
+        rank.join(100)
+    sys.exit(max(1 if rank.exitcode is None else rank.exitcode for rank in started))

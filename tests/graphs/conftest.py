@@ -80,10 +80,10 @@ class Server:
 
 @pytest.fixture
 def server(build, adapters, generator, monkeypatch):
-    """server(backend, spec=..., names=...) -> Server."""
+    """server(backend, spec=..., names=...) -> Server; with `route` the kernel of that name routes."""
 
-    def make(backend: str = "csgmv", spec: dict = serving.SPEC, **options) -> Server:
-        if backend == "torch":  # needs no interpreter, which takes a tenth of a second for a step's routing
+    def make(backend: str = "csgmv", spec: dict = serving.SPEC, route: bool = False, **options) -> Server:
+        if not route:  # the interpreter takes a tenth of a second for it; the host does the same in no time
             monkeypatch.setattr("lorac.runtime.step.interpreted", lambda: False)
         return Server(build(spec), backend, adapters, generator, **options)
 

@@ -32,20 +32,14 @@ def package_folder(tmp_path_factory):
 
 def test_ranks_settle_on_one_answer(package_folder, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    store = tmp_path / "store"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(package_folder), str(store), str(rank), str(RANKS)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(outputs)
-    answers = [[line for line in output.splitlines() if line.startswith("answer")] for output in outputs]
+    command = [sys.executable, SCRIPT, str(package_folder), str(tmp_path / "store"), str(RANKS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = {rank: [] for rank in range(RANKS)}
+    for line in done.stdout.splitlines():
+        if line.startswith("answer "):
+            _, rank, answer = line.split(" ", 2)
+            answers[int(rank)].append(answer)
     assert len(answers[0]) == 8 and answers[0] == answers[1] == answers[2]
 
 

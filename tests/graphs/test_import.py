@@ -1,5 +1,6 @@
 """Importing a package costs little beyond torch and Triton, and leaves the compiler's dependencies alone."""
 
+import compileall
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ define = lambda: [dataclasses.make_dataclass("Unit", fields, frozen=True) for _ 
 before = timed(define)
 took = timed(lambda: __import__("imported_package"))
 print(took / ((before + timed(define)) / 40))
-print([name for name in ("pydantic", "jinja2", "yaml", "rich") if name in sys.modules])
+print([name for name in ("pydantic", "jinja2", "yaml", "rich", "lorac.runtime.adapters") if name in sys.modules])
 """
 
 
@@ -36,8 +37,9 @@ def test_a_package_imports_quickly(tmp_path):
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(SPEC))
     emit(compile_spec(tmp_path / "spec.yaml").files, tmp_path / "imported_package")
     environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}", "TRITON_INTERPRET": "0"}
+    compileall.compile_dir(tmp_path / "imported_package", quiet=1)
     took = []
-    for _ in range(2):  # the first writes bytecode
+    while len(took) < 3 and not (took and min(took) < LIMIT):  # once is enough, unless the machine is busy
         done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         units, unwanted = done.stdout.splitlines()

@@ -14,32 +14,34 @@ WITH_HEAD = spec(adapters__targets=["qkv_proj", "down_proj", "lm_head"])
 
 @pytest.mark.parametrize("backend", ["triton", "csgmv"])
 def test_batches_past_a_cap_are_served_eagerly_and_right(server, backend):
-    s = server(backend)
+    s = server(backend, spec=spec(graphs__prefill__buckets=[8, 32], graphs__prefill__max_tokens=32))
     graphs = s.prefill()
+    graphs.table = tuple(entry for entry in graphs.table if entry[1] == "lora")
     graphs.capture()
-    five = [("a", 4), ("b", 4), (None, 4), ("c", 4), ("d", 4)]
+    five = [("a", 2), ("b", 2), (None, 2), ("c", 2), ("d", 2)]
     ticket, _ = s.serve(graphs, None, five)
-    assert ticket.bucket == 0 and ticket.reason == "5 requests are above the 4 of prefill bucket 64"
-    ticket, _ = s.serve(graphs, None, [("a", 40), (None, 5), ("b", 20)])
-    assert ticket.bucket == 0 and ticket.reason == "65 tokens are above the largest prefill bucket, 64"
-    ticket, _ = s.serve(graphs, None, [("a", 17)])
-    assert ticket.bucket == 0 and ticket.reason == "bucket 64 is more than 2.0 times the 17 tokens"
+    assert ticket.bucket == 0 and ticket.reason == "5 requests are above the 4 of prefill bucket 32"
+    ticket, _ = s.serve(graphs, None, [("a", 20), (None, 3), ("b", 10)])
+    assert ticket.bucket == 0 and ticket.reason == "33 tokens are above the largest prefill bucket, 32"
+    ticket, _ = s.serve(graphs, None, [("a", 9)])
+    assert ticket.bucket == 0 and ticket.reason == "bucket 32 is more than 2.0 times the 9 tokens"
     assert not sum(graphs.stats()["hits"].values())
-    ticket, _ = s.serve(graphs, None, [("a", 40), (None, 4), ("b", 20)])
-    assert ticket.bucket == 64
-    ticket, _ = s.serve(graphs, None, [("d", 8)])
-    assert ticket.bucket == 16
-    assert graphs.stats()["hits"][GraphKey(64, "lora")] == 1
+    ticket, _ = s.serve(graphs, None, [("a", 20), (None, 2), ("b", 10)])
+    assert ticket.bucket == 32
+    ticket, _ = s.serve(graphs, None, [("d", 4)])
+    assert ticket.bucket == 8
+    assert graphs.stats()["hits"][GraphKey(32, "lora")] == 1
     causes = {"above the request cap": 1, "above the largest bucket": 1, "too much padding": 1}
     assert graphs.stats()["fallbacks"] == causes
 
 
 def test_segments_past_the_batch_are_empty(server):
-    s = server("triton")
+    s = server("triton", route=True)
     graphs = s.prefill()
-    graphs.capture([16])
+    graphs.table = ((16, "lora"), (16, "nolora"))
+    graphs.capture()
     s.serve(graphs, None, [("a", 2), ("b", 3), ("c", 4), ("d", 5)])
-    s.serve(graphs, None, [("c", 9)])
+    s.serve(graphs, None, [("d", 9)])
     segments = s.step.batch.map
     assert segments.seg_slot.tolist()[1:] == [-1] * (len(segments.seg_slot) - 1)
     assert (segments.seg_end - segments.seg_start).tolist()[1:4] == [0, 0, 0]
@@ -54,7 +56,8 @@ def test_modes_cut_at_breaks_or_do_not(server, mode, pieces, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **options: compiler(forward, backend="aot_eager", **options))
     s = server("csgmv", spec=spec(graphs__prefill__mode=mode))
     graphs = s.prefill()
-    graphs.capture([16])
+    graphs.table = ((16, "lora"),)
+    graphs.capture()
     assert {cost.pieces for cost in graphs._stats.costs.values()} == {pieces}
     s.model.broke.clear()
     s.serve(graphs, None, [("a", 9), (None, 2), ("b", 1)])
@@ -93,7 +96,6 @@ def test_a_backend_that_cannot_keeps_eager_prefill(server):
 def test_a_mixed_batch_is_served_eagerly(server):
     s = server("csgmv")
     graphs = s.prefill()
-    graphs.capture([16])
     ticket = s.step.prepare_mixed([("a", 7), (None, 1), ("b", 1)])
     x = s.inputs(9)
     with pytest.warns(RuntimeWarning, match="decode and prefill requests in one batch"):
@@ -110,7 +112,8 @@ def test_lm_head_runs_after_the_graph_on_its_own_rows(server, adapters, generato
     folder = save_adapter(adapters("a").parent / "head", layout, 8, generator)
     s.slots.load(folder, name="a")
     graphs = s.prefill()
-    graphs.capture([16])
+    graphs.table = ((16, "one"),)
+    graphs.capture()
     requests, counts = [("a", 6), (None, 3), ("a", 3)], [3, 1, 0]
     ticket = s.step.prepare_prefill(requests, logits=counts)
     hidden = graphs.run(ticket, s.inputs(12))
@@ -138,7 +141,8 @@ def test_breaks_are_called_with_live_state_and_keep_their_shapes(server):
 
     s.model.attention = break_here(attention)
     graphs = s.package.PrefillGraphs(lambda x: s.model(x), s.step, torch.zeros(64, 32))
-    graphs.capture([16])
+    graphs.table = ((16, "nolora"),)
+    graphs.capture()
     x = s.inputs(16)
     first = graphs.run(s.step.prepare_prefill([(None, 16)]), x).clone()
     factor = 0.0

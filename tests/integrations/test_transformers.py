@@ -55,7 +55,7 @@ def test_other_backends_serve_the_same(served, backend, generator):
 def test_graphs_serve_changing_batches_over_one_cache(served, family, generator):
     s = served(family)
     s.handle.capture(rows=4, length=16)
-    for rows in (["poet"] * 4, [None], ["sql", "poet"], [None, None, "sql"]):
+    for rows in (["poet"] * 4, [None], ["sql", "poet"], [None, None, "sql"], ["sql", None, "poet", None]):
         tokens, mask = kit.prompt(len(rows), 5, generator, short=1)
         made = s.handle.generate(tokens, adapters=rows, attention_mask=mask, **GREEDY)
         for row, name in enumerate(rows):
@@ -121,21 +121,27 @@ def test_detach_restores_the_model(served, generator):
     s.check(["sql", None], tokens)
 
 
-def test_a_forward_someone_else_replaced_is_called_and_restored(served, generator):
+def test_forwards_someone_else_replaced_are_called_and_restored(served, generator):
     s = served("llama")
     s.handle.detach()
-    layer, calls = s.model.model.layers[0].self_attn.o_proj, []
+    attention, calls = s.model.model.layers[0].self_attn, []
 
-    def theirs(x):
-        calls.append(x.shape)
-        return type(layer).forward(layer, x)
+    def watched(name: str):
+        layer = attention.get_submodule(name)
 
-    layer.forward = theirs
+        def theirs(x):
+            calls.append(name)
+            return type(layer).forward(layer, x)
+
+        layer.forward = theirs
+        return theirs
+
+    theirs = {name: watched(name) for name in kit.ATTENTION}
     s.handle = attach(s.model, s.package, s.slots, s.step)
     s.check(["sql", None], kit.prompt(2, 5, generator)[0])
-    assert calls == [(2, 5, 64)]
+    assert calls == kit.ATTENTION  # also where the package computes q, k and v together
     s.handle.detach()
-    assert vars(layer)["forward"] is theirs
+    assert all(vars(attention.get_submodule(name))["forward"] is own for name, own in theirs.items())
 
 
 def test_adapters_take_turns_in_fewer_slots(served, generator):
@@ -203,12 +209,12 @@ def test_a_model_of_another_shape_is_refused_with_what_differs(served):
     )
 
 
-def test_experts_are_refused_by_name(served):
+def test_a_model_without_the_experts_of_the_package_is_refused(served):
     s = served("llama")
     experts = ExpertLayout(4, 4, 2, "mlp.experts", ("gate_proj", "up_proj"))
     module = replace(s.package.LAYOUT.by_name["gate_up_proj"], name="experts_gate_up", kind="experts", experts=experts)
     layout = replace(s.package.LAYOUT, modules=(module,))
-    with pytest.raises(ShapeError, match="experts_gate_up: adapters on experts cannot be served here"):
+    with pytest.raises(ShapeError, match="holds no weights gate_up_proj and down_proj of all experts"):
         find_sites(s.model, layout, s.slots.device)
 
 

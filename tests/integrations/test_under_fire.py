@@ -247,6 +247,37 @@ def test_steps_run_while_threads_load(package, versions, whole):
     assert refused < 150 and len(seen) == 2
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["one layer", "whole forward"])
+def test_no_slot_changes_between_a_tickets_check_and_its_last_launch(package, versions, whole, monkeypatch):
+    slots = package.Slots("cpu")
+    slot, step = slots.load(versions[1], "a"), package.Step(slots, "torch")
+    x, add = inputs(package, 1), dict(step.backend.ADD)
+    thread = threading.Thread(target=slots.load, args=(versions[4], "a"))
+    step.prepare(["a"])
+    before = slots.slot_generation[slot]
+
+    def launch(*args):
+        if not thread.ident:
+            thread.start()
+            thread.join(0.2)  # time enough for a load, were there no lock
+        assert slots.slot_generation[slot] == before
+        add["qkv_proj"](*args)
+
+    monkeypatch.setitem(step.backend.ADD, "qkv_proj", launch)
+    if whole:
+        with step.launching():
+            made = run(package, step, x)
+            assert slots.slot_generation[slot] == before
+        assert agree(made, expected(package, x, [versions[1]]))
+    else:
+        y = torch.zeros(1, package.LAYOUT.by_name["qkv_proj"].out_features)
+        package.add("qkv_proj", 1, x["qkv_proj"], y, step)
+    thread.join()
+    assert slots.slot_generation[slot] == before + 1
+    with pytest.raises(TicketError):
+        run(package, step, x)
+
+
 def test_memory_that_runs_out_during_a_load_leaves_the_old_state(package, versions, monkeypatch):
     slots = package.Slots("cpu")
     step = package.Step(slots, "torch")

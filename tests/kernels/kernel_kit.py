@@ -59,7 +59,7 @@ def case_id(value) -> str:
 
 
 def spec_of(kind: Kind, dtype: str, ranks: tuple[int, ...] = RANKS, **parameters) -> dict:
-    """A spec of widths that no block divides: three slices in one module, and more than one block of inputs in another."""
+    """A spec of widths that no block divides; one module has three slices, another several blocks of inputs."""
     w = kind.width
     linear = lambda inputs, outputs, path: {"in": w(inputs), "out": w(outputs), "path": path}  # noqa: E731
     block = {"kind": kind.name, **parameters} | ({"templates": kind.templates} if kind.templates else {})
@@ -79,8 +79,8 @@ def spec_of(kind: Kind, dtype: str, ranks: tuple[int, ...] = RANKS, **parameters
                      "targets": ["qkv_proj", "wide_proj", "lm_head", "embed_tokens"]},
         "backends": {"tested": block},
         "graphs": {
-            "decode": {"buckets": [1, 2, 4, 8],
-                       "variants": {"nolora": {"adapters": 0}, "one": {"adapters": 1, "rank": min(ranks[-1], 8)}, "lora": {}}},
+            "decode": {"buckets": [1, 2, 4, 8], "variants": {
+                "nolora": {"adapters": 0}, "one": {"adapters": 1, "rank": min(ranks[-1], 8)}, "lora": {}}},
             "prefill": {"max_tokens": 32, "max_requests": 4, "buckets": [8, 32]},
         },
     }  # fmt: skip
@@ -105,18 +105,21 @@ class Bench:
         self.package, self.kind, self.ranks, self.generator = package, kind, ranks, generator
         self.slots = Filled("cpu")
         self.dtype, self.layout = self.slots.dtype, package.LAYOUT
-        # kernels that know an adapter's rank read nothing past it; the plain backends rely on zeros there
-        self.beyond = float("nan") if kind.declaration.kernels else 0.0
-        for module in self.layout.modules:
-            for layer in module.layers or (0,):
-                self._fill(module, layer)
+        # kernels that know an adapter's rank read nothing past it (of B, past a whole 16); others rely on zeros there
+        self.fill(float("nan") if kind.declaration.kernels else 0.0)
         self.step = package.Step(self.slots, "tested")
 
-    def _fill(self, module: Module, layer: int):
+    def fill(self, beyond: float):
+        """New adapters, with that number wherever their ranks leave room."""
+        for module in self.layout.modules:
+            for layer in module.layers or (0,):
+                self._fill(module, layer, beyond)
+
+    def _fill(self, module: Module, layer: int, beyond: float):
         a, b, ranks, scales = self.slots.instance(module.name, layer)
         limit = self.layout.max_rank
-        a.fill_(self.beyond)
-        b.fill_(self.beyond)
+        a.fill_(beyond)
+        b.fill_(beyond)
         for slot, rank in enumerate(self.ranks):
             for part, piece in enumerate(module.slices):
                 # some adapters have no delta on one slice of a module
@@ -126,6 +129,8 @@ class Bench:
                 columns.copy_(self.random(columns.shape) * (1.0 if module.kind == "embedding" else a.shape[-1] ** -0.5))
                 rows = b[piece.start : piece.start + piece.width, slot, :own]
                 rows.copy_(self.random(rows.shape) * max(own, 1) ** -0.5)
+                # B is summed up to a whole 16, where loading leaves zeros
+                b[piece.start : piece.start + piece.width, slot, own : -(-own // 16) * 16] = 0
 
     def random(self, shape) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype)

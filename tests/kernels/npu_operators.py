@@ -1,4 +1,4 @@
-"""The LoRA operators of sgl-kernel-npu as plain torch, under the schemas backends declare, refusing what they refuse."""
+"""The LoRA operators of sgl-kernel-npu as plain torch, under the schemas backends declare. They refuse the same."""
 
 import torch
 

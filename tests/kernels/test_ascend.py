@@ -43,6 +43,10 @@ def test_calls_match_the_declared_schemas(bench):
                     assert isinstance(value, {"Tensor": torch.Tensor, "float": float, "int": int}[str(declared.type)])
 
 
+def test_the_package_names_the_operators_it_calls(bench):
+    assert sorted(bench.step.backend.OPERATORS) == sorted(KIND.declaration.operators)
+
+
 def test_requests_become_sequences(bench):
     (_, arguments), *_ = calls_of(bench, "prefill", [(3, 5), (-1, 2), (0, 1)], "wide_proj")
     slots, lengths = arguments[2], arguments[3]
@@ -60,7 +64,9 @@ def test_it_has_no_graphs_and_says_why(bench):
     for phase in ("decode", "prefill"):
         assert bench.package.admission.OFF["tested", phase]
         bench.prepare(phase, [(1, 1)])
-        assert bench.step.ticket.bucket == 0 and bench.step.ticket.reason == bench.package.admission.OFF["tested", phase]
+        assert (
+            bench.step.ticket.bucket == 0 and bench.step.ticket.reason == bench.package.admission.OFF["tested", phase]
+        )
 
 
 def test_the_folder_says_it_never_ran():

@@ -1,4 +1,4 @@
-"""A backend of one's own: a folder and a block in a spec. No Python of lorac knows of it, and the same checks find it."""
+"""A backend of one's own is a folder and a block in a spec: no Python of lorac knows it; the same checks find it."""
 
 import random
 
@@ -8,10 +8,11 @@ import yaml
 
 from lorac.compile import compile_spec
 from lorac.emit import emit
+from lorac.errors import SpecError
 from lorac.runtime.load import load
 
 DECLARATION = """
-summary: one program per row, one adapter rank at a time; no tensor cores, no segments.
+summary: one program per row; no tensor cores, no segments.
 prefill_graphs: [breakable]
 parameters:
   block: {type: int, default: 64, minimum: 16, maximum: 1024, help: outputs of one step of a program}
@@ -19,12 +20,13 @@ kernels:
   gemv:
     template: gemv.py.jinja
     kinds: [linear, lm_head, embedding]
-    arguments: {x: "*%s", x_stride: i32, a: "*dtype", b: "*dtype", rank: "*i32", scale: "*fp32", row_slot: "*i32",
+    arguments: {x: "*dtype", x_stride: i32, a: "*dtype", b: "*dtype", rank: "*i32", scale: "*fp32", row_slot: "*i32",
                 y: "*dtype", y_stride: i32}
-    constants: [RANK]
-    tiles: [{warps: 4, stages: 1}]
+    constants: [BLOCK_R]
+    dims: {BLOCK_R: rank}
+    tiles: [{BLOCK_R: 512, warps: 4, stages: 1}]
 """
-BACKEND = '''{{ header }}
+BACKEND = """{{ header }}
 {% filter pydoc %}
 The `{{ backend.name }}` backend of `{{ package.name }}`: {{ backend.summary }}
 {% endfilter %}
@@ -78,43 +80,45 @@ KERNELS = (
     {{ module.kernels[0].name | upper }},
 {% endfor %}
 )
-'''
+"""
 KERNEL = '''@triton.jit(do_not_specialize=["x_stride", "y_stride"])
-def {{ kernel.name }}(x, x_stride, a, b, rank, scale, row_slot, y, y_stride, RANK: tl.constexpr):
+def {{ kernel.name }}(x, x_stride, a, b, rank, scale, row_slot, y, y_stride, BLOCK_R: tl.constexpr):
     """y[row] += scale * B (A x[row]), for one row of {{ module.name }}."""
     BLOCK: tl.constexpr = {{ parameters.block }}
+    R: tl.constexpr = {{ package.max_rank }}
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row).to(tl.int64)
     if slot < 0:
         return
+    r = tl.arange(0, BLOCK_R)
+    n = tl.arange(0, BLOCK)
 {% if module.kind == "embedding" %}
     token = tl.load(x + row * x_stride)
     if (token < 0) | (token >= {{ module.in_features }}):
         return
-{% else %}
-    k = tl.arange(0, BLOCK)
 {% endif %}
-    n = tl.arange(0, BLOCK)
 {% for slice in module.slices %}
-    for r in range(tl.load(rank + slot * {{ module.slices | length }} + {{ loop.index0 }})):
+    wanted = r < tl.load(rank + slot * {{ module.slices | length }} + {{ loop.index0 }})
 {% if module.kind == "embedding" %}
-        h = tl.load(a + (slot * {{ module.in_features }} + token) * {{ package.max_rank }} + r).to(tl.float32)
+    h = tl.load(a + (slot * {{ module.in_features }} + token) * R + r, mask=wanted, other=0.0).to(tl.float32)
 {% else %}
-        h = 0.0
-        for start in range(0, {{ module.in_features }}, BLOCK):
-            inside = start + k < {{ module.in_features }}
-            a_row = slot * {{ module.slices | length * package.max_rank }} + {{ loop.index0 * package.max_rank }} + r
-            a_tile = tl.load(a + a_row * {{ module.in_features }} + start + k, mask=inside, other=0.0).to(tl.float32)
-            h += tl.sum(a_tile * tl.load(x + row * x_stride + start + k, mask=inside, other=0.0).to(tl.float32))
+    h = tl.zeros((BLOCK_R,), tl.float32)
+    for start in range(0, {{ module.in_features }}, BLOCK):
+        inside = start + n < {{ module.in_features }}
+        a_row = (slot * {{ module.slices | length }} + {{ loop.index0 }}) * R + r
+        a_at = a + a_row[:, None] * {{ module.in_features }}
+        a_tile = tl.load(a_at + start + n[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
+        x_tile = tl.load(x + row * x_stride + start + n, mask=inside, other=0.0)
+        h += tl.sum(a_tile.to(tl.float32) * x_tile.to(tl.float32)[None, :], axis=1)
 {% endif %}
-        h *= tl.load(scale + slot * {{ module.slices | length }} + {{ loop.index0 }})
-        for start in range(0, {{ slice.width }}, BLOCK):
-            inside = start + n < {{ slice.width }}
-            b_at = b + (({{ slice.start }} + start + n).to(tl.int64) * {{ package.slots }} + slot) * {{ package.max_rank }} + r
-            y_at = y + row * y_stride + {{ slice.start }} + start + n
-            total = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
-            total += h * tl.load(b_at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(y_at, total.to(y.dtype.element_ty), mask=inside)
+    h *= tl.load(scale + slot * {{ module.slices | length }} + {{ loop.index0 }})
+    for start in range(0, {{ slice.width }}, BLOCK):
+        inside = start + n < {{ slice.width }}
+        b_at = b + (({{ slice.start }} + start + n[:, None]).to(tl.int64) * {{ package.slots }} + slot) * R + r[None, :]
+        b_tile = tl.load(b_at, mask=inside[:, None] & wanted[None, :], other=0.0).to(tl.float32)
+        y_at = y + row * y_stride + {{ slice.start }} + start + n
+        total = tl.load(y_at, mask=inside, other=0.0).to(tl.float32) + tl.sum(b_tile * h[None, :], axis=1)
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=inside)
 {% endfor %}
 '''
 
@@ -125,7 +129,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fourth")
     kind = folder / "mine" / "rowwise"
     kind.mkdir(parents=True)
-    (kind / "backend.yaml").write_text(DECLARATION.replace("*%s", "*dtype"))
+    (kind / "backend.yaml").write_text(DECLARATION)
     (kind / "backend.py.jinja").write_text(BACKEND)
     (kind / "gemv.py.jinja").write_text(KERNEL)
     return folder
@@ -142,11 +146,12 @@ def package_of(folder, name: str, data: dict):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_same_checks(folder, generator, seed, dtype):
     (kind,) = kit.kinds(folder / "mine", "mine")
-    package, compiled = package_of(folder, f"rowwise_{dtype}", kit.spec_of(kind, dtype, block=32))
-    assert "BLOCK: tl.constexpr = 32" in compiled.files["backends/tested.py"]
+    package, compiled = package_of(folder, f"rowwise_{dtype}", kit.spec_of(kind, dtype, block=128))
+    assert "BLOCK: tl.constexpr = 128" in compiled.files["backends/tested.py"]
     bench, rng = kit.Bench(package, kind, generator), random.Random(seed)
-    for name, batch in kit.awkward_batches(len(kit.RANKS), rng).items():
-        row_slot = bench.prepare(*batch)
+    batches = kit.awkward_batches(len(kit.RANKS), rng)
+    for name in batches if dtype == "float32" else rng.sample(list(batches), 4):
+        row_slot = bench.prepare(*batches[name])
         for module in rng.sample(bench.layout.modules, 2):
             print(name, module.name)
             bench.check(module, 0, row_slot)
@@ -166,8 +171,6 @@ def test_beside_the_others_and_twice(folder):
 
 
 def test_its_parameters_are_checked(folder):
-    from lorac.errors import SpecError
-
     (kind,) = kit.kinds(folder / "mine", "mine")
     with pytest.raises(SpecError, match="block is 8") as caught:
         package_of(folder, "refused", kit.spec_of(kind, "float32", block=8))

@@ -1,4 +1,4 @@
-"""Tensors as engines have them: strided, three-dimensional, padded to a bucket, larger than every bucket, past 2**31."""
+"""Tensors as engines have them: strided, three-dimensional, padded, larger than every bucket, past 2**31 elements."""
 
 import random
 
@@ -61,6 +61,7 @@ def test_more_dimensions(bench):
 
 
 def test_linear_is_add_on_the_base_gemm(bench):
+    bench.fill(0.0)  # a backend that owns the base GEMM may read all slots at once, which loading leaves finite
     row_slot = bench.prepare("decode", [(1, 1), (3, 1), (-1, 1)])
     module = bench.layout.by_name["wide_proj"]
     x = bench.random((3, module.in_features))
@@ -88,14 +89,14 @@ def test_rows_padded_to_the_bucket(bench):
 
 
 def test_ids_outside_the_vocabulary(bench):
-    """Added tokens have ids the adapter knows nothing of: no delta, and no memory outside A is read."""
-    bench.prepare("decode", [(3, 1)] * 6)
+    """Added tokens have ids the adapter knows nothing of: no delta, and no other adapter's rows are read."""
+    bench.prepare("decode", [(1, 1)] * 6)
     module = bench.layout.by_name["embed_tokens"]
-    ids = torch.tensor([0, module.in_features - 1, module.in_features, -1, module.in_features + 10**9, 5])
+    ids = torch.tensor([0, module.in_features - 1, module.in_features, -1, module.in_features + 9, 5])
     base = bench.random((6, module.out_features))
     y = bench.package.add("embed_tokens", 0, ids, base.clone(), bench.step)
     known = [0, 1, 5]
-    want = base[known].double() + bench.expected(module, 0, ids[known], [3, 3, 3])
+    want = base[known].double() + bench.expected(module, 0, ids[known], [1, 1, 1])
     assert torch.equal(y[2:5], base[2:5])
     assert ((y[known].double() - want).norm(dim=1) / want.norm(dim=1)).max() < kit.TOLERANCE[bench.layout.dtype]
 
@@ -117,16 +118,19 @@ def test_the_same_bits_again_and_the_same_row_in_any_company(bench, seed):
         assert error < kit.TOLERANCE[bench.layout.dtype]
 
 
-def test_an_adapter_that_took_the_slot_of_a_larger_one(build, generator, kind, dtype):
-    """As loading leaves it: zero past the rank. The larger one's columns must not show, whatever they were."""
-    bench = kit.Bench(build(kit.spec_of(kind, dtype)), kind, generator)
-    bench.beyond = 0.0
+def test_nothing_past_an_adapters_rank_is_read(bench):
+    """A holds NaN there, so that the intermediate would too."""
+    if not bench.kind.declaration.kernels:
+        pytest.skip("no kernels that know ranks")
+    row_slot = bench.prepare("prefill", [(slot, 2) for slot in range(-1, len(kit.RANKS))])
     for module in bench.layout.modules:
-        for layer in module.layers or (0,):
-            bench._fill(module, layer)
-    row_slot = bench.prepare("decode", [(0, 1), (1, 1)])
-    for module in bench.layout.modules:
-        bench.check(module, 0, row_slot)
+        x, y = bench.inputs(module, row_slot), bench.random((len(row_slot), module.out_features))
+        for _ in range(2):  # the first run sizes the scratch
+            scratch = [tensor for tensor in bench.step.scratch_tensors() if tensor.is_floating_point()]
+            for tensor in scratch:
+                tensor.fill_(7.0)
+            bench.package.add(module.name, 0, x, y, bench.step)
+        assert scratch and not any(tensor.isnan().any() for tensor in scratch), module.name
 
 
 def test_more_rows_than_every_bucket(bench, seed):
@@ -158,7 +162,7 @@ def test_offsets_past_int32(bench):
         pytest.skip("operators take contiguous tensors, so gigabytes would be copied")
     rows, apart = 40, 2**31 // 32
     module = bench.layout.by_name["wide_proj"]
-    row_slot = bench.prepare("decode", [(-1, 1)] * (rows - 3) + [(3, 1), (1, 1), (-1, 1)])
+    bench.prepare("decode", [(-1, 1)] * (rows - 3) + [(3, 1), (1, 1), (-1, 1)])
     x_apart = apart + module.in_features % 16  # as the kernels ask of the rows of x
     far_x = torch.empty((rows - 1) * x_apart + module.in_features, dtype=bench.dtype).as_strided(
         (rows, module.in_features), (x_apart, 1)

@@ -1,4 +1,4 @@
-"""Every backend, found by its folder, against the float64 oracle: any rank, width, mix of rows, and place of base rows."""
+"""Every backend, found by its folder, against the float64 oracle: any rank, width and mix of rows."""
 
 import random
 
@@ -21,7 +21,7 @@ def test_awkward_batches(bench_of, kind, dtype, seed):
     names = list(batches) if dtype == kind.dtypes[0] else rng.sample(list(batches), 4)
     for name in names:
         row_slot = bench.prepare(*batches[name])
-        for module in bench.layout.modules:
+        for module in rng.sample(bench.layout.modules, 2):
             print(name, module.name)
             bench.check(module, rng.choice(module.layers or (0,)), row_slot)
 
@@ -31,7 +31,6 @@ def test_every_rank(bench_of, kind, dtype, seed):
     bench, rng = bench_of(kind, dtype, kit.ALL_RANKS), random.Random(seed)
     slots = [-1, *range(len(kit.ALL_RANKS))]
     rng.shuffle(slots)
-    for phase in ("decode", "prefill"):
-        row_slot = bench.prepare(phase, [(slot, 1) for slot in slots])
-        for name in ("qkv_proj", "embed_tokens"):
-            bench.check(bench.layout.by_name[name], 0, row_slot)
+    row_slot = bench.prepare("decode" if dtype == kind.dtypes[0] else "prefill", [(slot, 1) for slot in slots])
+    for name in ("qkv_proj", "embed_tokens"):
+        bench.check(bench.layout.by_name[name], 0, row_slot)

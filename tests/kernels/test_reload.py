@@ -1,12 +1,12 @@
 """A package built again runs its new code: within the same second, in the same process and in a new one."""
 
+import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import kernel_kit as kit
-import pytest
 import yaml
 
 from lorac.compile import compile_spec
@@ -63,8 +63,6 @@ def test_kernels_are_new_as_well(tmp_path, generator):
         assert text.count("acc.to(y.dtype.element_ty)") > 0
         files["backends/tested.py"] = text.replace("acc.to(y.dtype", f"(acc * {scale}).to(y.dtype")
         manifest = json.loads(files["manifest.json"])
-        import hashlib
-
         manifest["files"]["backends/tested.py"] = hashlib.sha256(files["backends/tested.py"].encode()).hexdigest()
         emit(files | {"manifest.json": json.dumps(manifest)}, tmp_path / "again", force=True)
         packages.append(load(tmp_path / "again"))
@@ -79,12 +77,12 @@ def test_kernels_are_new_as_well(tmp_path, generator):
         y = bench.random((1, bench.layout.by_name["wide_proj"].out_features)) * 0
         results.append(bench.package.add("wide_proj", 0, x, y, bench.step))
     assert results[0].norm() > 0
-    assert (results[1] == 2 * results[0]).all()
+    assert (results[1] - 2 * results[0]).norm() < 1e-5 * results[1].norm()
 
 
-@pytest.mark.parametrize("mode", ["load", "import"])
-def test_a_new_process(tmp_path, mode):
-    for slots in (3, 4):
+def test_a_new_process(tmp_path):
+    """The first one leaves bytecode behind, which Python takes for current if sizes and whole seconds agree."""
+    for slots, mode in ((3, "import"), (4, "import"), (5, "load")):
         build(tmp_path, slots, 16)
         command = [sys.executable, "-c", CHILD, mode, str(tmp_path), "again"]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -26,7 +26,7 @@ def shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -39,6 +39,9 @@ def shrink_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -59,7 +62,7 @@ def shrink_qkv_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -111,11 +114,13 @@ def expand_qkv_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for qkv_proj: q_proj | k_proj | v_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -142,6 +147,9 @@ def expand_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -153,7 +161,7 @@ def expand_qkv_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -203,7 +211,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -231,7 +239,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -253,7 +261,7 @@ def shrink_o_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -266,6 +274,9 @@ def shrink_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -286,7 +297,7 @@ def shrink_o_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -338,11 +349,13 @@ def expand_o_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for o_proj: o_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -357,6 +370,9 @@ def expand_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -368,7 +384,7 @@ def expand_o_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -418,7 +434,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -446,7 +462,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -468,7 +484,7 @@ def shrink_gate_up_proj(
     SLICES: tl.constexpr = 2
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -481,6 +497,9 @@ def shrink_gate_up_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -501,7 +520,7 @@ def shrink_gate_up_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -553,11 +572,13 @@ def expand_gate_up_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for gate_up_proj: gate_proj | up_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 2
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -578,6 +599,9 @@ def expand_gate_up_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -589,7 +613,7 @@ def expand_gate_up_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -639,7 +663,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -667,7 +691,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -689,7 +713,7 @@ def shrink_down_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -702,6 +726,9 @@ def shrink_down_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -722,7 +749,7 @@ def shrink_down_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -774,11 +801,13 @@ def expand_down_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for down_proj: down_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -793,6 +822,9 @@ def expand_down_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -804,7 +836,7 @@ def expand_down_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -854,7 +886,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -882,7 +914,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 

@@ -26,7 +26,7 @@ def shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -39,6 +39,9 @@ def shrink_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -59,7 +62,7 @@ def shrink_qkv_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -97,9 +100,13 @@ SHRINK_QKV_PROJ = Kernel(
     ("RANK", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 64, -1, 4, 3, False, 64, 16, 16, 256, 4),
-        (256, 64, -1, 4, 4, False, 64, 16, 32, 128, 4),
-        (0, 64, -1, 4, 4, False, 64, 64, 32, 64, 1),
+        # NVIDIA H200
+        (1, 64, -1, 4, 4, False, 64, 16, 16, 64, 16),
+        (16, 64, -1, 4, 5, False, 64, 16, 32, 64, 8),
+        (128, 64, -1, 4, 6, False, 64, 32, 32, 64, 4),
+        (256, 64, -1, 4, 6, False, 64, 32, 32, 64, 8),
+        (1024, 64, -1, 8, 3, False, 64, 64, 64, 256, 2),
+        (0, 64, -1, 4, 3, False, 64, 64, 64, 64, 2),
     ),
 )
 
@@ -111,11 +118,13 @@ def expand_qkv_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for qkv_proj: q_proj | k_proj | v_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -142,6 +151,9 @@ def expand_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -153,7 +165,7 @@ def expand_qkv_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -181,7 +193,13 @@ EXPAND_QKV_PROJ = Kernel(
     ("RANK", "BLOCK_M", "BLOCK_N", "BLOCK_K"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, -1, 4, 2, False, 64, 16, 128, 64),
+        # NVIDIA H200
+        (1, 64, -1, 4, 1, False, 64, 16, 64, 64),
+        (16, 64, -1, 4, 2, False, 64, 16, 128, 64),
+        (64, 64, -1, 4, 2, False, 64, 16, 64, 32),
+        (128, 64, -1, 4, 1, False, 64, 16, 128, 64),
+        (256, 64, -1, 2, 2, False, 64, 32, 64, 32),
+        (1024, 64, -1, 8, 2, False, 64, 64, 256, 32),
         (0, 64, -1, 8, 2, False, 64, 64, 128, 64),
     ),
 )
@@ -203,7 +221,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -231,7 +249,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -253,7 +271,7 @@ def shrink_o_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -266,6 +284,9 @@ def shrink_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -286,7 +307,7 @@ def shrink_o_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -324,9 +345,12 @@ SHRINK_O_PROJ = Kernel(
     ("RANK", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 64, -1, 4, 3, False, 64, 16, 16, 256, 4),
-        (256, 64, -1, 4, 4, False, 64, 16, 32, 128, 4),
-        (0, 64, -1, 4, 4, False, 64, 64, 32, 64, 1),
+        # NVIDIA H200
+        (1, 64, -1, 4, 1, False, 64, 16, 16, 512, 8),
+        (16, 64, -1, 4, 6, False, 64, 16, 32, 64, 8),
+        (256, 64, -1, 4, 5, False, 64, 16, 32, 64, 8),
+        (1024, 64, -1, 4, 2, False, 64, 64, 32, 512, 4),
+        (0, 64, -1, 4, 3, False, 64, 64, 64, 256, 2),
     ),
 )
 
@@ -338,11 +362,13 @@ def expand_o_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for o_proj: o_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -357,6 +383,9 @@ def expand_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -368,7 +397,7 @@ def expand_o_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -396,7 +425,12 @@ EXPAND_O_PROJ = Kernel(
     ("RANK", "BLOCK_M", "BLOCK_N", "BLOCK_K"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, -1, 4, 2, False, 64, 16, 128, 64),
+        # NVIDIA H200
+        (1, 64, -1, 4, 1, False, 64, 16, 32, 64),
+        (16, 64, -1, 4, 2, False, 64, 16, 128, 64),
+        (64, 64, -1, 4, 1, False, 64, 16, 32, 64),
+        (128, 64, -1, 4, 2, False, 64, 16, 64, 32),
+        (256, 64, -1, 2, 2, False, 64, 16, 128, 32),
         (0, 64, -1, 8, 2, False, 64, 64, 128, 64),
     ),
 )
@@ -418,7 +452,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -446,7 +480,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -468,7 +502,7 @@ def shrink_gate_up_proj(
     SLICES: tl.constexpr = 2
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -481,6 +515,9 @@ def shrink_gate_up_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -501,7 +538,7 @@ def shrink_gate_up_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -539,8 +576,12 @@ SHRINK_GATE_UP_PROJ = Kernel(
     ("RANK", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 64, -1, 4, 3, False, 64, 16, 16, 256, 4),
-        (256, 64, -1, 4, 4, False, 64, 16, 32, 128, 4),
+        # NVIDIA H200
+        (1, 64, -1, 4, 4, False, 64, 16, 16, 128, 8),
+        (16, 64, -1, 4, 6, False, 64, 16, 32, 64, 8),
+        (128, 64, -1, 2, 4, False, 64, 16, 32, 128, 8),
+        (256, 64, -1, 4, 5, False, 64, 16, 64, 128, 4),
+        (1024, 64, -1, 4, 3, False, 64, 64, 64, 128, 4),
         (0, 64, -1, 4, 4, False, 64, 64, 32, 64, 1),
     ),
 )
@@ -553,11 +594,13 @@ def expand_gate_up_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for gate_up_proj: gate_proj | up_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 2
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -578,6 +621,9 @@ def expand_gate_up_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -589,7 +635,7 @@ def expand_gate_up_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -617,7 +663,9 @@ EXPAND_GATE_UP_PROJ = Kernel(
     ("RANK", "BLOCK_M", "BLOCK_N", "BLOCK_K"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, -1, 4, 2, False, 64, 16, 128, 64),
+        # NVIDIA H200
+        (128, 64, -1, 4, 2, False, 64, 16, 128, 64),
+        (256, 64, -1, 4, 2, False, 64, 32, 256, 16),
         (0, 64, -1, 8, 2, False, 64, 64, 128, 64),
     ),
 )
@@ -639,7 +687,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -667,7 +715,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -689,7 +737,7 @@ def shrink_down_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -702,6 +750,9 @@ def shrink_down_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -722,7 +773,7 @@ def shrink_down_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -760,9 +811,14 @@ SHRINK_DOWN_PROJ = Kernel(
     ("RANK", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 64, -1, 4, 3, False, 64, 16, 16, 256, 8),
-        (256, 64, -1, 4, 4, False, 64, 16, 32, 128, 4),
-        (0, 64, -1, 4, 4, False, 64, 64, 32, 64, 1),
+        # NVIDIA H200
+        (1, 64, -1, 4, 4, False, 64, 16, 16, 128, 16),
+        (16, 64, -1, 4, 4, False, 64, 16, 32, 128, 16),
+        (64, 64, -1, 4, 5, False, 64, 16, 32, 128, 14),
+        (128, 64, -1, 4, 4, False, 64, 32, 32, 128, 16),
+        (256, 64, -1, 4, 5, False, 64, 16, 32, 128, 14),
+        (1024, 64, -1, 4, 4, False, 64, 32, 32, 128, 7),
+        (0, 64, -1, 4, 3, False, 64, 64, 64, 128, 2),
     ),
 )
 
@@ -774,11 +830,13 @@ def expand_down_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for down_proj: down_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -793,6 +851,9 @@ def expand_down_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -804,7 +865,7 @@ def expand_down_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -832,7 +893,9 @@ EXPAND_DOWN_PROJ = Kernel(
     ("RANK", "BLOCK_M", "BLOCK_N", "BLOCK_K"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
+        # NVIDIA H200
         (256, 64, -1, 4, 2, False, 64, 16, 128, 64),
+        (1024, 64, -1, 4, 3, False, 64, 64, 128, 16),
         (0, 64, -1, 8, 2, False, 64, 64, 128, 64),
     ),
 )
@@ -854,7 +917,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -882,7 +945,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 

@@ -50,14 +50,15 @@ def shrink_qkv_proj(
     """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for qkv_proj.
 
     h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
+    rows still fill it.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
     COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
     row = tl.arange(0, BLOCK_M)
@@ -157,7 +158,7 @@ def project_qkv_proj(
     SLICES: tl.constexpr = 3
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0)
     part = 0
     tile_in_slice = tile
@@ -193,10 +194,10 @@ def project_qkv_proj(
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
+    if PDL and WIDTH > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
             h_tile = tl.load(h_at, cache_modifier=".cg")
@@ -231,13 +232,13 @@ PROJECT_QKV_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
         (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
-        (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 1),
+        (64, 0, 0, 4, 8, True, 0, 64, 16, 64, 64, 128, 1),
         (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
         (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 128, 1),
+        (64, 64, 1, 4, 8, True, 1, 64, 64, 64, 64, 128, 1),
         (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
         (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 128, 1),
+        (64, 64, 8, 4, 8, True, 8, 64, 64, 64, 64, 128, 1),
     ),
 )
 
@@ -256,7 +257,7 @@ def segment_shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -269,6 +270,9 @@ def segment_shrink_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -289,7 +293,7 @@ def segment_shrink_qkv_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -341,11 +345,13 @@ def segment_expand_qkv_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for qkv_proj: q_proj | k_proj | v_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -372,6 +378,9 @@ def segment_expand_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -383,7 +392,7 @@ def segment_expand_qkv_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -433,7 +442,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -461,7 +470,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -489,7 +498,7 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0),
+            x_stride=x.stride(0) // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -506,7 +515,7 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         weight=weight,
         b=b,
         active=index.active,
@@ -529,14 +538,15 @@ def shrink_o_proj(
     """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for o_proj.
 
     h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
+    rows still fill it.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
     COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
     row = tl.arange(0, BLOCK_M)
@@ -620,9 +630,9 @@ SHRINK_O_PROJ = Kernel(
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_o_proj(
-    x, x_stride, weight, b, active, h, y, rows,
+    x, x_stride, weight, b, active, h, y, sums, arrivals, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj.
 
@@ -636,8 +646,9 @@ def project_o_proj(
     SLICES: tl.constexpr = 1
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
-    tile = tl.program_id(0)
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
+    tile = tl.program_id(0) // SPLIT_K
+    share = tl.program_id(0) % SPLIT_K
     part = 0
     tile_in_slice = tile
     start = 0
@@ -655,15 +666,28 @@ def project_o_proj(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
-    for first in range(0, K, BLOCK_K):
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for first in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
+    if PDL and WIDTH > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if SPLIT_K > 1:
+        # the last program of a tile to arrive adds the shares in their fixed order and goes on; the others are done
+        own_sums = sums + tile * (SPLIT_K * BLOCK_N * BLOCK_M)
+        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
+        tl.store(own_sums + share * (BLOCK_N * BLOCK_M) + at, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLIT_K - 1:
+            return
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for other in tl.static_range(SPLIT_K):
+            acc += tl.load(own_sums + other * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
+        tl.atomic_xchg(arrivals + tile, 0, sem="relaxed")
     if WIDTH > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
             h_tile = tl.load(h_at, cache_modifier=".cg")
@@ -691,20 +715,22 @@ PROJECT_O_PROJ = Kernel(
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
+        "sums": "*fp32",
+        "arrivals": "*i32",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
-        (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 1),
-        (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 128, 1),
-        (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 128, 1),
+        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1, 1),
+        (64, 0, 0, 4, 8, True, 0, 64, 16, 64, 64, 128, 2, 1),
+        (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1, 1),
+        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1, 1),
+        (64, 64, 1, 4, 8, True, 1, 64, 64, 64, 64, 128, 2, 1),
+        (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1, 1),
+        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1, 1),
+        (64, 64, 8, 4, 8, True, 8, 64, 64, 64, 64, 128, 2, 1),
     ),
 )
 
@@ -723,7 +749,7 @@ def segment_shrink_o_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -736,6 +762,9 @@ def segment_shrink_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -756,7 +785,7 @@ def segment_shrink_o_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -808,11 +837,13 @@ def segment_expand_o_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for o_proj: o_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -827,6 +858,9 @@ def segment_expand_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -838,7 +872,7 @@ def segment_expand_o_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -888,7 +922,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -916,7 +950,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -944,7 +978,7 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0),
+            x_stride=x.stride(0) // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -957,16 +991,21 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
         )
     y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
+    split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
+    sums = scratch("sums", tiles * split * launch.BLOCK_N * launch.BLOCK_M, torch.float32)
+    arrivals = scratch("arrivals", tiles if split else 0, torch.int32, zero=True)
     PROJECT_O_PROJ.run(
         launch,
-        (tiles,),
+        (tiles * launch.SPLIT_K,),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         weight=weight,
         b=b,
         active=index.active,
         h=h,
         y=y,
+        sums=sums,
+        arrivals=arrivals,
         rows=rows,
     )
     return y
@@ -981,17 +1020,19 @@ def shrink_gate_up_proj(
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for gate_up_proj.
+    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for
+    gate_up_proj.
 
     h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
+    rows still fill it.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 2
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
     COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
     row = tl.arange(0, BLOCK_M)
@@ -1091,7 +1132,7 @@ def project_gate_up_proj(
     SLICES: tl.constexpr = 2
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0)
     part = 0
     tile_in_slice = tile
@@ -1121,10 +1162,10 @@ def project_gate_up_proj(
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
+    if PDL and WIDTH > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
             h_tile = tl.load(h_at, cache_modifier=".cg")
@@ -1158,14 +1199,14 @@ PROJECT_GATE_UP_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 4, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 4, True, 0, 32, 16, 64, 128, 128, 1),
-        (64, 0, 0, 4, 4, True, 0, 64, 16, 128, 64, 128, 1),
+        (32, 0, 0, 4, 3, True, 0, 32, 16, 64, 64, 128, 1),
+        (64, 0, 0, 4, 3, True, 0, 64, 16, 128, 64, 128, 1),
         (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 128, 1),
-        (64, 64, 1, 4, 4, True, 1, 64, 64, 128, 64, 128, 1),
+        (32, 64, 1, 4, 3, True, 1, 32, 64, 64, 64, 128, 1),
+        (64, 64, 1, 4, 3, True, 1, 64, 64, 128, 64, 128, 1),
         (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 128, 1),
-        (64, 64, 8, 4, 4, True, 8, 64, 64, 128, 64, 128, 1),
+        (32, 64, 8, 4, 3, True, 8, 32, 64, 64, 64, 128, 1),
+        (64, 64, 8, 4, 3, True, 8, 64, 64, 128, 64, 128, 1),
     ),
 )
 
@@ -1184,7 +1225,7 @@ def segment_shrink_gate_up_proj(
     SLICES: tl.constexpr = 2
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -1197,6 +1238,9 @@ def segment_shrink_gate_up_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -1217,7 +1261,7 @@ def segment_shrink_gate_up_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -1269,11 +1313,13 @@ def segment_expand_gate_up_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for gate_up_proj: gate_proj | up_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 2
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -1294,6 +1340,9 @@ def segment_expand_gate_up_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -1305,7 +1354,7 @@ def segment_expand_gate_up_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -1355,7 +1404,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -1383,7 +1432,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -1413,7 +1462,7 @@ def linear_gate_up_proj(
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0),
+            x_stride=x.stride(0) // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -1430,7 +1479,7 @@ def linear_gate_up_proj(
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         weight=weight,
         b=b,
         active=index.active,
@@ -1453,14 +1502,15 @@ def shrink_down_proj(
     """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for down_proj.
 
     h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
+    rows still fill it.
     """
     K: tl.constexpr = 14336
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
     COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
     row = tl.arange(0, BLOCK_M)
@@ -1544,9 +1594,9 @@ SHRINK_DOWN_PROJ = Kernel(
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_down_proj(
-    x, x_stride, weight, b, active, h, y, rows,
+    x, x_stride, weight, b, active, h, y, sums, arrivals, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for down_proj.
 
@@ -1560,8 +1610,9 @@ def project_down_proj(
     SLICES: tl.constexpr = 1
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
-    tile = tl.program_id(0)
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
+    tile = tl.program_id(0) // SPLIT_K
+    share = tl.program_id(0) % SPLIT_K
     part = 0
     tile_in_slice = tile
     start = 0
@@ -1579,15 +1630,28 @@ def project_down_proj(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
-    for first in range(0, K, BLOCK_K):
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for first in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
+    if PDL and WIDTH > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if SPLIT_K > 1:
+        # the last program of a tile to arrive adds the shares in their fixed order and goes on; the others are done
+        own_sums = sums + tile * (SPLIT_K * BLOCK_N * BLOCK_M)
+        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
+        tl.store(own_sums + share * (BLOCK_N * BLOCK_M) + at, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLIT_K - 1:
+            return
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for other in tl.static_range(SPLIT_K):
+            acc += tl.load(own_sums + other * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
+        tl.atomic_xchg(arrivals + tile, 0, sem="relaxed")
     if WIDTH > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
             h_tile = tl.load(h_at, cache_modifier=".cg")
@@ -1615,20 +1679,22 @@ PROJECT_DOWN_PROJ = Kernel(
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
+        "sums": "*fp32",
+        "arrivals": "*i32",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 8, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
-        (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 1),
-        (16, 64, 1, 4, 8, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 128, 1),
-        (16, 64, 8, 4, 8, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 128, 1),
+        (16, 0, 0, 4, 8, True, 0, 16, 16, 64, 128, 128, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1, 1),
+        (64, 0, 0, 4, 8, True, 0, 64, 16, 64, 64, 128, 2, 1),
+        (16, 64, 1, 4, 8, True, 1, 16, 64, 64, 128, 128, 1, 1),
+        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1, 1),
+        (64, 64, 1, 4, 8, True, 1, 64, 64, 64, 64, 128, 2, 1),
+        (16, 64, 8, 4, 8, True, 8, 16, 64, 64, 128, 128, 1, 1),
+        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1, 1),
+        (64, 64, 8, 4, 8, True, 8, 64, 64, 64, 64, 128, 2, 1),
     ),
 )
 
@@ -1647,7 +1713,7 @@ def segment_shrink_down_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -1660,6 +1726,9 @@ def segment_shrink_down_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -1680,7 +1749,7 @@ def segment_shrink_down_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -1732,11 +1801,13 @@ def segment_expand_down_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for down_proj: down_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 64
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -1751,6 +1822,9 @@ def segment_expand_down_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -1762,7 +1836,7 @@ def segment_expand_down_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -1812,7 +1886,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -1840,7 +1914,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -1870,7 +1944,7 @@ def linear_down_proj(
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0),
+            x_stride=x.stride(0) // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -1883,16 +1957,21 @@ def linear_down_proj(
         )
     y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
+    split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
+    sums = scratch("sums", tiles * split * launch.BLOCK_N * launch.BLOCK_M, torch.float32)
+    arrivals = scratch("arrivals", tiles if split else 0, torch.int32, zero=True)
     PROJECT_DOWN_PROJ.run(
         launch,
-        (tiles,),
+        (tiles * launch.SPLIT_K,),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         weight=weight,
         b=b,
         active=index.active,
         h=h,
         y=y,
+        sums=sums,
+        arrivals=arrivals,
         rows=rows,
     )
     return y

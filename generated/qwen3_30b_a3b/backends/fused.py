@@ -51,14 +51,15 @@ def shrink_qkv_proj(
     """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for qkv_proj.
 
     h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
+    rows still fill it.
     """
     K: tl.constexpr = 2048
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 16
     COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
     row = tl.arange(0, BLOCK_M)
@@ -158,7 +159,7 @@ def project_qkv_proj(
     SLICES: tl.constexpr = 3
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0)
     part = 0
     tile_in_slice = tile
@@ -194,10 +195,10 @@ def project_qkv_proj(
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
+    if PDL and WIDTH > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
             h_tile = tl.load(h_at, cache_modifier=".cg")
@@ -232,13 +233,13 @@ PROJECT_QKV_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
         (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
-        (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 1),
+        (64, 0, 0, 4, 8, True, 0, 64, 16, 64, 64, 128, 1),
         (16, 16, 1, 4, 6, True, 1, 16, 16, 64, 128, 128, 1),
         (32, 16, 1, 4, 8, True, 1, 32, 16, 64, 128, 128, 1),
-        (64, 16, 1, 4, 6, True, 1, 64, 16, 64, 128, 128, 1),
+        (64, 16, 1, 4, 8, True, 1, 64, 16, 64, 64, 128, 1),
         (16, 16, 8, 4, 6, True, 8, 16, 16, 64, 128, 128, 1),
         (32, 16, 8, 4, 8, True, 8, 32, 16, 64, 128, 128, 1),
-        (64, 16, 8, 4, 6, True, 8, 64, 16, 64, 128, 128, 1),
+        (64, 16, 8, 4, 8, True, 8, 64, 16, 64, 64, 128, 1),
     ),
 )
 
@@ -257,7 +258,7 @@ def segment_shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 16
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -270,6 +271,9 @@ def segment_shrink_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -290,7 +294,7 @@ def segment_shrink_qkv_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -342,11 +346,13 @@ def segment_expand_qkv_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for qkv_proj: q_proj | k_proj | v_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -373,6 +379,9 @@ def segment_expand_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -384,7 +393,7 @@ def segment_expand_qkv_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -434,7 +443,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -462,7 +471,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -490,7 +499,7 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0),
+            x_stride=x.stride(0) // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -507,7 +516,7 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         weight=weight,
         b=b,
         active=index.active,
@@ -530,14 +539,15 @@ def shrink_o_proj(
     """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for o_proj.
 
     h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few rows still fill it.
+    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
+    rows still fill it.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 16
     COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0) // SPLIT_K
     share = tl.program_id(0) % SPLIT_K
     row = tl.arange(0, BLOCK_M)
@@ -621,9 +631,9 @@ SHRINK_O_PROJ = Kernel(
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_o_proj(
-    x, x_stride, weight, b, active, h, y, rows,
+    x, x_stride, weight, b, active, h, y, sums, arrivals, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj.
 
@@ -637,8 +647,9 @@ def project_o_proj(
     SLICES: tl.constexpr = 1
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
-    tile = tl.program_id(0)
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
+    tile = tl.program_id(0) // SPLIT_K
+    share = tl.program_id(0) % SPLIT_K
     part = 0
     tile_in_slice = tile
     start = 0
@@ -656,15 +667,28 @@ def project_o_proj(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
-    for first in range(0, K, BLOCK_K):
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for first in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
 
+    if PDL and WIDTH > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if SPLIT_K > 1:
+        # the last program of a tile to arrive adds the shares in their fixed order and goes on; the others are done
+        own_sums = sums + tile * (SPLIT_K * BLOCK_N * BLOCK_M)
+        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
+        tl.store(own_sums + share * (BLOCK_N * BLOCK_M) + at, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLIT_K - 1:
+            return
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for other in tl.static_range(SPLIT_K):
+            acc += tl.load(own_sums + other * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
+        tl.atomic_xchg(arrivals + tile, 0, sem="relaxed")
     if WIDTH > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
             h_tile = tl.load(h_at, cache_modifier=".cg")
@@ -692,20 +716,22 @@ PROJECT_O_PROJ = Kernel(
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
+        "sums": "*fp32",
+        "arrivals": "*i32",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
-        (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 1),
-        (16, 16, 1, 4, 6, True, 1, 16, 16, 64, 128, 128, 1),
-        (32, 16, 1, 4, 8, True, 1, 32, 16, 64, 128, 128, 1),
-        (64, 16, 1, 4, 6, True, 1, 64, 16, 64, 128, 128, 1),
-        (16, 16, 8, 4, 6, True, 8, 16, 16, 64, 128, 128, 1),
-        (32, 16, 8, 4, 8, True, 8, 32, 16, 64, 128, 128, 1),
-        (64, 16, 8, 4, 6, True, 8, 64, 16, 64, 128, 128, 1),
+        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1, 1),
+        (64, 0, 0, 4, 8, True, 0, 64, 16, 64, 64, 128, 2, 1),
+        (16, 16, 1, 4, 6, True, 1, 16, 16, 64, 128, 128, 1, 1),
+        (32, 16, 1, 4, 8, True, 1, 32, 16, 64, 128, 128, 1, 1),
+        (64, 16, 1, 4, 8, True, 1, 64, 16, 64, 64, 128, 2, 1),
+        (16, 16, 8, 4, 6, True, 8, 16, 16, 64, 128, 128, 1, 1),
+        (32, 16, 8, 4, 8, True, 8, 32, 16, 64, 128, 128, 1, 1),
+        (64, 16, 8, 4, 8, True, 8, 64, 16, 64, 64, 128, 2, 1),
     ),
 )
 
@@ -724,7 +750,7 @@ def segment_shrink_o_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 16
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -737,6 +763,9 @@ def segment_shrink_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -757,7 +786,7 @@ def segment_shrink_o_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     if SPLIT_K == 1:
         tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
     else:
@@ -809,11 +838,13 @@ def segment_expand_o_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for o_proj: o_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 8
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -828,6 +859,9 @@ def segment_expand_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -839,7 +873,7 @@ def segment_expand_o_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc)
@@ -889,7 +923,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -917,7 +951,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -945,7 +979,7 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0),
+            x_stride=x.stride(0) // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -958,16 +992,21 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
         )
     y = torch.empty(rows, 2048, dtype=x.dtype, device=x.device)
     tiles = cdiv(2048, launch.BLOCK_N)
+    split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
+    sums = scratch("sums", tiles * split * launch.BLOCK_N * launch.BLOCK_M, torch.float32)
+    arrivals = scratch("arrivals", tiles if split else 0, torch.int32, zero=True)
     PROJECT_O_PROJ.run(
         launch,
-        (tiles,),
+        (tiles * launch.SPLIT_K,),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         weight=weight,
         b=b,
         active=index.active,
         h=h,
         y=y,
+        sums=sums,
+        arrivals=arrivals,
         rows=rows,
     )
     return y
@@ -1027,22 +1066,29 @@ def _some_slots(present, place, first, TOGETHER: tl.constexpr, SLOTS: tl.constex
 
 
 @triton.jit
+def _ranks_of(slot, ranks, SLOTS: tl.constexpr):
+    """ranks[slot], 0 for slot -1. By reduction: gathered, it would be loaded again by every element of B."""
+    same = slot[:, None] == tl.arange(0, SLOTS)[None, :]
+    return tl.max(tl.where(same, ranks[None, :], 0), 1)
+
+
+@triton.jit
 def _some_b(
-    b, rank, slot, expert, part, n, n_live, EXPERTS: tl.constexpr, SLICES: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, BLOCK_R: tl.constexpr,
+    b, slot, own_rank, expert, n, n_live, EXPERTS: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Rows n of B of some slots and experts side by side, [n, slots * BLOCK_R], zero past each adapter's rank.
 
-    `n_live` says which rows there are, or is None for all. `rank` is that of slice `part`.
+    `n_live` says which rows there are, or is None for all. Sixteen columns at once are read or not: 32 bytes come from
+    memory together, and a mask of single ones would make for narrow loads. Past its rank B is zero.
     """
     r = tl.arange(0, BLOCK_R)
-    own_rank = tl.load(rank + slot * SLICES + part, mask=slot >= 0, other=0)
     at = (tl.maximum(slot, 0).to(tl.int64) * EXPERTS + expert) * (N * R)
-    # eight columns at once are read or not: a mask of single ones would make for narrow loads
-    wanted = (r // 8 * 8)[None, :] < own_rank[:, None]
+    mask = (slot >= 0)[None, :, None]
+    if BLOCK_R > 16:
+        mask = mask & ((r // 16 * 16)[None, :] < own_rank[:, None])[None, :, :]
     if R < BLOCK_R:
-        wanted = wanted & (r < R)[None, :]
-    mask = wanted[None, :, :]
+        mask = mask & (r < R)[None, None, :]
     if n_live is not None:
         mask = mask & n_live[:, None, None]
     tile = tl.load(b + at[None, :, None] + n[:, None, None] * R + r[None, None, :], mask=mask, other=0.0)
@@ -1099,13 +1145,13 @@ def pair_activate_experts_gate_up(
     the tiles. h comes from the launch before, which has itself waited for x: the base is summed before the wait.
     """
     K: tl.constexpr = 2048
-    I: tl.constexpr = 768
+    WIDTH: tl.constexpr = 768
     EXPERTS: tl.constexpr = 128
     TOP_K: tl.constexpr = 8
     CHOICES: tl.constexpr = 8  # of a row, rounded up
     SLOTS: tl.constexpr = 8  # rounded up
     R: tl.constexpr = 16
-    TILES: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
     if RANK == 0:
@@ -1119,8 +1165,8 @@ def pair_activate_experts_gate_up(
 
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    gate_at = weight + expert.to(tl.int64) * (2 * I * K) + n[:, None] * K + k[None, :]
-    up_at = gate_at + I * K
+    gate_at = weight + expert.to(tl.int64) * (2 * WIDTH * K) + n[:, None] * K + k[None, :]
+    up_at = gate_at + WIDTH * K
     x_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -1138,9 +1184,14 @@ def pair_activate_experts_gate_up(
         slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
         present, place, count, own = _slots_of(slot, SLOTS)
         if count > 0:
+            number = tl.arange(0, SLOTS)
+            ranks_gate = tl.load(rank + number * 2, mask=number < 8, other=0)
+            ranks_up = tl.load(rank + number * 2 + 1, mask=number < 8, other=0)
             some = _some_slots(present, place, 0, TOGETHER, SLOTS)
-            b_gate = _some_b(b, rank, some, expert, 0, n, None, EXPERTS, 2, 2 * I, R, BLOCK_R)
-            b_up = _some_b(b, rank, some, expert, 1, n + I, None, EXPERTS, 2, 2 * I, R, BLOCK_R)
+            rank_gate = _ranks_of(some, ranks_gate, SLOTS)
+            rank_up = _ranks_of(some, ranks_up, SLOTS)
+            b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+            b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
             _after_previous(PDL)
             h_gate = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 2, BLOCK_R)
             h_up = _sum_h(h, pair, slot >= 0, 1, pairs, 1, 2, BLOCK_R)
@@ -1151,15 +1202,17 @@ def pair_activate_experts_gate_up(
             if TOGETHER < SLOTS and TOGETHER < BLOCK_M:
                 for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
                     some = _some_slots(present, place, first, TOGETHER, SLOTS)
-                    b_gate = _some_b(b, rank, some, expert, 0, n, None, EXPERTS, 2, 2 * I, R, BLOCK_R)
-                    b_up = _some_b(b, rank, some, expert, 1, n + I, None, EXPERTS, 2, 2 * I, R, BLOCK_R)
+                    rank_gate = _ranks_of(some, ranks_gate, SLOTS)
+                    rank_up = _ranks_of(some, ranks_up, SLOTS)
+                    b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+                    b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
                     wide_h = _beside(h_gate, own, first, b_gate, TOGETHER, BLOCK_R)
                     gate = tl.dot(b_gate, wide_h, gate)
                     wide_h = _beside(h_up, own, first, b_up, TOGETHER, BLOCK_R)
                     up = tl.dot(b_up, wide_h, up)
 
     value = (gate / (1.0 + tl.exp(-gate)) * up).to(act.dtype.element_ty)
-    at = pair.to(tl.int64)[None, :] * I + n[:, None]
+    at = pair.to(tl.int64)[None, :] * WIDTH + n[:, None]
     tl.store(act + at, value, mask=live[None, :])
 
     if RANK > 0 and AHEAD > 0 and TILES <= SHARES_LIMIT:
@@ -1170,7 +1223,7 @@ def pair_activate_experts_gate_up(
             some = _some_slots(present, place, first, TOGETHER, SLOTS)
             of = tl.reshape(tl.broadcast_to(some[:, None], [TOGETHER, BLOCK_R]), [TOGETHER * BLOCK_R])
             wanted = (of >= 0) & (r < tl.load(rank_down + of, mask=of >= 0, other=0))
-            a_at = a_down + (tl.maximum(of, 0).to(tl.int64) * EXPERTS + expert) * (R * I) + r * I
+            a_at = a_down + (tl.maximum(of, 0).to(tl.int64) * EXPERTS + expert) * (R * WIDTH) + r * WIDTH
             a_tile = tl.load(a_at[:, None] + n[None, :], mask=wanted[:, None], other=0.0)
             part = tl.dot(a_tile, value)
             h_at = h_down + (tile * pairs.to(tl.int64) + pair)[None, :] * BLOCK_R + r[:, None]
@@ -1341,8 +1394,8 @@ def pair_shrink_experts_gate_up(
 ):  # fmt: skip
     """h[pair, part, r] = scale * sum_k x[k] * A[slot, expert, part, r, k] of every pair with an adapter, in fp32.
 
-    One program: BLOCK_S columns of one group's pairs, BLOCK_M at a time; of one pair where ROWS says that there are few.
-    x has a row per token.
+    One program: BLOCK_S columns of one group's pairs, BLOCK_M at a time; of one pair where ROWS says that there are
+    few. x has a row per token.
     """
     K: tl.constexpr = 2048
     EXPERTS: tl.constexpr = 128
@@ -1427,7 +1480,8 @@ def pair_expand_experts_gate_up(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[pair, n] += B[slot, expert] h, times the router weight where `weighted`: what the hooks of a MoE runner need.
+    """y[pair, n] += B[slot, expert] h, times the router weight where `weighted`: what the hooks of a MoE runner
+    need.
 
     One program: BLOCK_N outputs of one slice for one group's pairs, BLOCK_M at a time; for one pair with ROWS.
     """
@@ -1519,8 +1573,8 @@ def pair_shrink_experts_down(
 ):  # fmt: skip
     """h[pair, part, r] = scale * sum_k x[k] * A[slot, expert, part, r, k] of every pair with an adapter, in fp32.
 
-    One program: BLOCK_S columns of one group's pairs, BLOCK_M at a time; of one pair where ROWS says that there are few.
-    x has a row per pair.
+    One program: BLOCK_S columns of one group's pairs, BLOCK_M at a time; of one pair where ROWS says that there are
+    few. x has a row per pair.
     """
     K: tl.constexpr = 768
     EXPERTS: tl.constexpr = 128
@@ -1605,7 +1659,8 @@ def pair_expand_experts_down(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[pair, n] += B[slot, expert] h, times the router weight where `weighted`: what the hooks of a MoE runner need.
+    """y[pair, n] += B[slot, expert] h, times the router weight where `weighted`: what the hooks of a MoE runner
+    need.
 
     One program: BLOCK_N outputs of one slice for one group's pairs, BLOCK_M at a time; for one pair with ROWS.
     """
@@ -1694,8 +1749,8 @@ def pair_project_experts_down(
 ):  # fmt: skip
     """y[pair, n] = router weight * (W2[expert] act + B[slot, expert] h), as gate and up are computed.
 
-    h has a share per tile of the launch before where that shrank AHEAD; else it comes from a shrink that has waited
-    for act, so that the base is summed before the wait.
+    h has a share per tile of the launch before where that shrank AHEAD; else it comes from a shrink that has waited for
+    act, so that the base is summed before the wait.
     """
     K: tl.constexpr = 768
     N: tl.constexpr = 2048
@@ -1736,8 +1791,11 @@ def pair_project_experts_down(
         present, place, count, own = _slots_of(slot, SLOTS)
         if count > 0:
             b_expert = expert
+            number = tl.arange(0, SLOTS)
+            ranks = tl.load(rank + number, mask=number < 8, other=0)
             some = _some_slots(present, place, 0, TOGETHER, SLOTS)
-            b_tile = _some_b(b, rank, some, b_expert, 0, n, None, B_EXPERTS, 1, N, R, BLOCK_R)
+            own_rank = _ranks_of(some, ranks, SLOTS)
+            b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
             if LATE:
                 _after_previous(PDL)
             h_tile = _sum_h(h, pair, slot >= 0, 0, pairs, SHARES, 1, BLOCK_R)
@@ -1746,7 +1804,8 @@ def pair_project_experts_down(
             if TOGETHER < SLOTS and TOGETHER < BLOCK_M:
                 for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
                     some = _some_slots(present, place, first, TOGETHER, SLOTS)
-                    b_tile = _some_b(b, rank, some, b_expert, 0, n, None, B_EXPERTS, 1, N, R, BLOCK_R)
+                    own_rank = _ranks_of(some, ranks, SLOTS)
+                    b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
                     wide_h = _beside(h_tile, own, first, b_tile, TOGETHER, BLOCK_R)
                     acc = tl.dot(b_tile, wide_h, acc)
 
@@ -1777,13 +1836,13 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
         (1, 0, 0, 4, 4, True, 0, 1, 1, 32, 16, 128, 64, 16, 32, 1),
         (16, 0, 0, 4, 4, True, 0, 16, 1, 64, 16, 128, 64, 16, 32, 1),
         (128, 0, 0, 8, 3, True, 0, 0, 1, 64, 16, 128, 128, 16, 64, 1),
-        (256, 0, 0, 8, 4, True, 0, 0, 0, 64, 32, 128, 64, 16, 64, 1),
-        (0, 0, 0, 8, 4, True, 0, 0, 0, 64, 64, 128, 64, 16, 64, 1),
+        (256, 0, 0, 8, 4, True, 0, 0, 0, 64, 32, 128, 64, 16, 128, 1),
+        (0, 0, 0, 8, 4, True, 0, 0, 0, 64, 64, 128, 64, 16, 128, 1),
         (1, 16, -1, 4, 4, True, 16, 1, 1, 32, 16, 128, 64, 16, 32, 1),
         (16, 16, -1, 4, 4, True, 16, 16, 1, 64, 16, 128, 64, 16, 32, 1),
         (128, 16, -1, 8, 3, True, 16, 0, 1, 64, 16, 128, 128, 16, 64, 1),
-        (256, 16, -1, 8, 4, True, 16, 0, 0, 64, 32, 128, 64, 16, 64, 1),
-        (0, 16, -1, 8, 4, True, 16, 0, 0, 64, 64, 128, 64, 16, 64, 1),
+        (256, 16, -1, 8, 4, True, 16, 0, 0, 64, 32, 128, 64, 16, 128, 1),
+        (0, 16, -1, 8, 4, True, 16, 0, 0, 64, 64, 128, 64, 16, 128, 1),
     ),
 )
 
@@ -1836,12 +1895,14 @@ def row_project_experts_down(
     if RANK > 0:
         slot = tl.load(row_slot + row)
         if slot >= 0:
+            row_rank = tl.load(rank + slot)
             h_tile = _sum_h(h, pair, ids >= 0, 0, pairs, SHARES, 1, BLOCK_R)
             for first in tl.static_range(0, TOP_K, TOGETHER):
                 wanted = first + tl.arange(0, TOGETHER)
                 expert = tl.max(tl.where(j[None, :] == wanted[:, None], ids[None, :], -1), 1)
                 some = tl.where(expert >= 0, slot, -1)
-                b_tile = _some_b(b, rank, some, tl.maximum(expert, 0), 0, n, None, B_EXPERTS, 1, N, R, BLOCK_R)
+                own_rank = tl.where(expert >= 0, row_rank, 0)
+                b_tile = _some_b(b, some, own_rank, tl.maximum(expert, 0), n, None, B_EXPERTS, N, R, BLOCK_R)
                 wide_h = _beside(h_tile, j, first, b_tile, TOGETHER, BLOCK_R)
                 acc = tl.dot(b_tile, wide_h, acc)
 
@@ -1877,7 +1938,9 @@ ROW_PROJECT_EXPERTS_DOWN = Kernel(
 
 @triton.jit
 def pair_sum_experts_down(y, topk_ids, out, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """out[row, n] = the sum of y[row, choice, n] over the choices whose expert is here; of the others y was not written."""
+    """out[row, n] = the sum of y[row, choice, n] over the choices whose expert is here; of the others y was not
+    written.
+    """
     N: tl.constexpr = 2048
     EXPERTS: tl.constexpr = 128
     TOP_K: tl.constexpr = 8

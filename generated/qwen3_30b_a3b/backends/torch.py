@@ -43,6 +43,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
 
 
 TOP_K = 8
+AT_ONCE = 64  # pairs whose weights are gathered together
 
 
 def _pair_slots(topk_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -50,30 +51,27 @@ def _pair_slots(topk_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
     return batch.map.row_slot[: topk_ids.shape[0]].repeat_interleave(TOP_K)
 
 
-def _base(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+def _through(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """x [pairs, in] through each pair's expert, [pairs, out] in float32; zero where it is on another rank."""
-    y = torch.zeros(x.shape[0], weight.shape[1], device=x.device)
-    for number in range(weight.shape[0]):
-        y = torch.where((expert == number)[:, None], x.float() @ weight[number].float().T, y)
-    return y
+    own = expert.clamp(0, weight.shape[0] - 1)
+    parts = [
+        torch.einsum("poi,pi->po", weight[of].float(), part.float())
+        for part, of in zip(x.split(AT_ONCE), own.split(AT_ONCE), strict=True)
+    ]
+    return torch.where((expert == own)[:, None], torch.cat(parts), 0.0)
 
 
-def _delta_experts_gate_up(x: torch.Tensor, expert: torch.Tensor, pair_slot: torch.Tensor, slot: tuple, batch: Batch):
+def _delta_experts_gate_up(x: torch.Tensor, expert: torch.Tensor, pair_slot: torch.Tensor, slot: tuple) -> tuple:
     """(LoRA of x [pairs, 2048] through each pair's expert, in float32; which pairs have any)."""
     a, b, _, scale = slot
-    delta = torch.zeros(x.shape[0], 1536, device=x.device)
     served = (pair_slot >= 0) & (expert >= 0) & (expert < 128)
-    for number in batch.slots:
-        for one in range(128):
-            own = ((pair_slot == number) & (expert == one))[:, None]
-            a_of, b_of = a[number, one].float(), b[number, one].float()
-            h = x.float() @ a_of[0 * R : 1 * R].T * scale[number, 0]
-            part = delta[:, 0:768]
-            part.copy_(torch.where(own, h @ b_of[0:768].T, part))
-            h = x.float() @ a_of[1 * R : 2 * R].T * scale[number, 1]
-            part = delta[:, 768:1536]
-            part.copy_(torch.where(own, h @ b_of[768:1536].T, part))
-    return delta, served
+    of = pair_slot.clamp(0)
+    own = expert.clamp(0, 127)
+    a_own = a[of, own].float().unflatten(1, (2, R))
+    b_own = b[of, own].float().unflatten(1, (2, 768))
+    h = torch.einsum("pcri,pi->pcr", a_own, x.float()) * scale[of, :, None]
+    delta = torch.einsum("pcor,pcr->pco", b_own, h).flatten(1)
+    return torch.where(served[:, None], delta, 0.0), served
 
 
 def add_experts_gate_up(
@@ -82,25 +80,23 @@ def add_experts_gate_up(
 ) -> None:  # fmt: skip
     """y [pairs, 1536] += LoRA of x [rows, 2048], times the router weights if there are any."""
     x = x.repeat_interleave(TOP_K, 0)
-    delta, served = _delta_experts_gate_up(x, topk_ids.view(-1), _pair_slots(topk_ids, batch), slot, batch)
+    delta, served = _delta_experts_gate_up(x, topk_ids.view(-1), _pair_slots(topk_ids, batch), slot)
     if topk_weights is not None:
         delta = delta * topk_weights.view(-1, 1)
     y.copy_(torch.where(served[:, None], (y + delta).to(y.dtype), y))
 
 
-def _delta_experts_down(x: torch.Tensor, expert: torch.Tensor, pair_slot: torch.Tensor, slot: tuple, batch: Batch):
+def _delta_experts_down(x: torch.Tensor, expert: torch.Tensor, pair_slot: torch.Tensor, slot: tuple) -> tuple:
     """(LoRA of x [pairs, 768] through each pair's expert, in float32; which pairs have any)."""
     a, b, _, scale = slot
-    delta = torch.zeros(x.shape[0], 2048, device=x.device)
     served = (pair_slot >= 0) & (expert >= 0) & (expert < 128)
-    for number in batch.slots:
-        for one in range(128):
-            own = ((pair_slot == number) & (expert == one))[:, None]
-            a_of, b_of = a[number, one].float(), b[number, one].float()
-            h = x.float() @ a_of[0 * R : 1 * R].T * scale[number, 0]
-            part = delta[:, 0:2048]
-            part.copy_(torch.where(own, h @ b_of[0:2048].T, part))
-    return delta, served
+    of = pair_slot.clamp(0)
+    own = expert.clamp(0, 127)
+    a_own = a[of, own].float().unflatten(1, (1, R))
+    b_own = b[of, own].float().unflatten(1, (1, 2048))
+    h = torch.einsum("pcri,pi->pcr", a_own, x.float()) * scale[of, :, None]
+    delta = torch.einsum("pcor,pcr->pco", b_own, h).flatten(1)
+    return torch.where(served[:, None], delta, 0.0), served
 
 
 def add_experts_down(
@@ -108,7 +104,7 @@ def add_experts_down(
     batch: Batch, scratch: Scratch,
 ) -> None:  # fmt: skip
     """y [pairs, 2048] += LoRA of x [pairs, 768], times the router weights if there are any."""
-    delta, served = _delta_experts_down(x, topk_ids.view(-1), _pair_slots(topk_ids, batch), slot, batch)
+    delta, served = _delta_experts_down(x, topk_ids.view(-1), _pair_slots(topk_ids, batch), slot)
     if topk_weights is not None:
         delta = delta * topk_weights.view(-1, 1)
     y.copy_(torch.where(served[:, None], (y + delta).to(y.dtype), y))
@@ -121,14 +117,14 @@ def moe(
     """The mixture of experts with LoRA, [rows, 2048]; `gate_up` and `down` are slot tensors."""
     expert, pair_slot = topk_ids.view(-1), _pair_slots(topk_ids, batch)
     pairs = x.repeat_interleave(TOP_K, 0)
-    y = _base(pairs, w13, expert)
+    y = _through(pairs, w13, expert)
     if batch.adapters:
-        y = y + _delta_experts_gate_up(pairs, expert, pair_slot, gate_up, batch)[0]
+        y = y + _delta_experts_gate_up(pairs, expert, pair_slot, gate_up)[0]
     gate, up = y.chunk(2, 1)
     act = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-    y = _base(act, w2, expert)
+    y = _through(act, w2, expert)
     if batch.adapters:
-        y = y + _delta_experts_down(act, expert, pair_slot, down, batch)[0]
+        y = y + _delta_experts_down(act, expert, pair_slot, down)[0]
     return (y * topk_weights.view(-1, 1)).view(-1, TOP_K, y.shape[1]).sum(1).to(x.dtype)
 
 

@@ -26,7 +26,7 @@ def shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 16
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -39,6 +39,9 @@ def shrink_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -57,7 +60,7 @@ def shrink_qkv_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
 
 
@@ -97,11 +100,13 @@ def expand_qkv_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for qkv_proj: q_proj | k_proj | v_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 3
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -131,6 +136,9 @@ def expand_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -142,7 +150,7 @@ def expand_qkv_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None] & (within < width)[None, :], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc, input_precision="ieee")
@@ -191,7 +199,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -217,7 +225,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -239,7 +247,7 @@ def shrink_o_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 16
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -252,6 +260,9 @@ def shrink_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -270,7 +281,7 @@ def shrink_o_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
 
 
@@ -310,11 +321,13 @@ def expand_o_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for o_proj: o_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 3
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -329,6 +342,9 @@ def expand_o_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -340,7 +356,7 @@ def expand_o_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc, input_precision="ieee")
@@ -389,7 +405,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -415,7 +431,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -437,7 +453,7 @@ def shrink_gate_up_proj(
     SLICES: tl.constexpr = 2
     R: tl.constexpr = 16
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -450,6 +466,9 @@ def shrink_gate_up_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -468,7 +487,7 @@ def shrink_gate_up_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
 
 
@@ -508,11 +527,13 @@ def expand_gate_up_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for gate_up_proj: gate_proj | up_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 2
     SLOTS: tl.constexpr = 3
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -535,6 +556,9 @@ def expand_gate_up_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -546,7 +570,7 @@ def expand_gate_up_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None] & (within < width)[None, :], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc, input_precision="ieee")
@@ -595,7 +619,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -621,7 +645,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -643,7 +667,7 @@ def shrink_down_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 16
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -656,6 +680,9 @@ def shrink_down_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -675,7 +702,7 @@ def shrink_down_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
 
 
@@ -715,11 +742,13 @@ def expand_down_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for down_proj: down_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 3
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -734,6 +763,9 @@ def expand_down_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -745,7 +777,7 @@ def expand_down_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc, input_precision="ieee")
@@ -794,7 +826,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -820,7 +852,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -842,7 +874,7 @@ def shrink_lm_head(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 16
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -855,6 +887,9 @@ def shrink_lm_head(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -873,7 +908,7 @@ def shrink_lm_head(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
 
 
@@ -913,11 +948,13 @@ def expand_lm_head(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for lm_head: lm_head.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 3
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -932,6 +969,9 @@ def expand_lm_head(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -943,7 +983,7 @@ def expand_lm_head(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc, input_precision="ieee")
@@ -992,7 +1032,7 @@ def add_lm_head(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scr
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -1018,7 +1058,7 @@ def add_lm_head(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scr
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -1044,6 +1084,9 @@ def gather_embed_tokens(
     if (slot < 0) | (first_row >= end):
         return
     own_rank = tl.load(rank + slot)
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
     row = tl.load(order + position, mask=live, other=0).to(tl.int64)
@@ -1055,7 +1098,7 @@ def gather_embed_tokens(
     a_tile = tl.load(a_at, mask=known[:, None] & wanted[None, :], other=0.0).to(tl.float32)
     h_at = h + position[:, None].to(tl.int64) * RANK + column[None, :]
     scaled = a_tile * tl.load(scale + slot)
-    tl.store(h_at, scaled.to(h.dtype.element_ty), mask=live[:, None] & wanted[None, :])
+    tl.store(h_at, scaled.to(h.dtype.element_ty), mask=live[:, None] & (column < limit)[None, :])
 
 
 GATHER_EMBED_TOKENS = Kernel(
@@ -1088,11 +1131,13 @@ def expand_embed_tokens(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for embed_tokens: embed_tokens.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 1
     SLOTS: tl.constexpr = 3
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -1107,6 +1152,9 @@ def expand_embed_tokens(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -1118,7 +1166,7 @@ def expand_embed_tokens(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc, input_precision="ieee")
@@ -1191,7 +1239,7 @@ def add_embed_tokens(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 

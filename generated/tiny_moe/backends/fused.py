@@ -58,7 +58,7 @@ def shrink_qkv_proj(
     SLOTS: tl.constexpr = 3
     R: tl.constexpr = 16
     COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0)
     row = tl.arange(0, BLOCK_M)
     live = row < rows
@@ -148,7 +148,7 @@ def project_qkv_proj(
     SLICES: tl.constexpr = 3
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     tile = tl.program_id(0)
     part = 0
     tile_in_slice = tile
@@ -187,10 +187,10 @@ def project_qkv_proj(
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
 
+    if PDL and WIDTH > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
             h_tile = tl.load(h_at, cache_modifier=".cg")
@@ -256,7 +256,7 @@ def segment_shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 16
     TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N  # per slice
-    x_stride = tl.multiple_of(x_stride, 16)  # checked before every launch
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
 
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
@@ -269,6 +269,9 @@ def segment_shrink_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if first >= own_rank:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -287,7 +290,7 @@ def segment_shrink_qkv_proj(
     own_scale = tl.load(scale + slot * SLICES + part)
     COLUMNS: tl.constexpr = SLICES * RANK
     at = position[:, None].to(tl.int64) * COLUMNS + part * RANK + column[None, :]
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & (column < limit)[None, :]
     tl.store(h + at, (acc * own_scale).to(h.dtype.element_ty), mask=mask)
 
 
@@ -327,11 +330,13 @@ def segment_expand_qkv_proj(
 ):  # fmt: skip
     """y[row, n] += sum_r h[position, r] * B[n, slot, r], for qkv_proj: q_proj | k_proj | v_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed.
+    One program: BLOCK_M rows of one segment, BLOCK_N outputs of one slice. Only the adapter's own rank is summed, up to
+    a whole 16.
     """
     SLICES: tl.constexpr = 3
     SLOTS: tl.constexpr = 3
     R: tl.constexpr = 16
+    y_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     segment = tl.program_id(0) // blocks
     first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
     end = tl.load(seg_end + segment)
@@ -361,6 +366,9 @@ def segment_expand_qkv_proj(
     own_rank = tl.load(rank + slot * SLICES + part)
     if own_rank == 0:
         return
+    limit = (own_rank + 15) // 16 * 16
+    if RANK % 16 != 0:
+        limit = tl.minimum(limit, RANK)
 
     position = first_row + tl.arange(0, BLOCK_M)
     live = position < end
@@ -372,7 +380,7 @@ def segment_expand_qkv_proj(
     b_at = b + n[None, :] * (SLOTS * R) + slot * R + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r in range(0, own_rank, BLOCK_K):
-        inside = r + k < own_rank
+        inside = r + k < limit
         h_tile = tl.load(h_at + r, mask=live[:, None] & inside[None, :], other=0.0)
         b_tile = tl.load(b_at + r, mask=inside[:, None] & (within < width)[None, :], other=0.0)
         acc = tl.dot(h_tile, b_tile, acc, input_precision="ieee")
@@ -421,7 +429,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -447,7 +455,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0),
+        y_stride=y.stride(0) // 16,
         blocks=blocks,
     )
 
@@ -472,7 +480,7 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             shrink,
             (tiles,),
             x=x,
-            x_stride=x.stride(0),
+            x_stride=x.stride(0) // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -487,7 +495,7 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0),
+        x_stride=x.stride(0) // 16,
         weight=weight,
         b=b,
         active=index.active,
@@ -552,22 +560,29 @@ def _some_slots(present, place, first, TOGETHER: tl.constexpr, SLOTS: tl.constex
 
 
 @triton.jit
+def _ranks_of(slot, ranks, SLOTS: tl.constexpr):
+    """ranks[slot], 0 for slot -1. By reduction: gathered, it would be loaded again by every element of B."""
+    same = slot[:, None] == tl.arange(0, SLOTS)[None, :]
+    return tl.max(tl.where(same, ranks[None, :], 0), 1)
+
+
+@triton.jit
 def _some_b(
-    b, rank, slot, expert, part, n, n_live, EXPERTS: tl.constexpr, SLICES: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, BLOCK_R: tl.constexpr,
+    b, slot, own_rank, expert, n, n_live, EXPERTS: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Rows n of B of some slots and experts side by side, [n, slots * BLOCK_R], zero past each adapter's rank.
 
-    `n_live` says which rows there are, or is None for all. `rank` is that of slice `part`.
+    `n_live` says which rows there are, or is None for all. Sixteen columns at once are read or not: 32 bytes come from
+    memory together, and a mask of single ones would make for narrow loads. Past its rank B is zero.
     """
     r = tl.arange(0, BLOCK_R)
-    own_rank = tl.load(rank + slot * SLICES + part, mask=slot >= 0, other=0)
     at = (tl.maximum(slot, 0).to(tl.int64) * EXPERTS + expert) * (N * R)
-    # eight columns at once are read or not: a mask of single ones would make for narrow loads
-    wanted = (r // 8 * 8)[None, :] < own_rank[:, None]
+    mask = (slot >= 0)[None, :, None]
+    if BLOCK_R > 16:
+        mask = mask & ((r // 16 * 16)[None, :] < own_rank[:, None])[None, :, :]
     if R < BLOCK_R:
-        wanted = wanted & (r < R)[None, :]
-    mask = wanted[None, :, :]
+        mask = mask & (r < R)[None, None, :]
     if n_live is not None:
         mask = mask & n_live[:, None, None]
     tile = tl.load(b + at[None, :, None] + n[:, None, None] * R + r[None, None, :], mask=mask, other=0.0)
@@ -624,13 +639,13 @@ def pair_activate_experts_gate_up(
     the tiles. h comes from the launch before, which has itself waited for x: the base is summed before the wait.
     """
     K: tl.constexpr = 64
-    I: tl.constexpr = 48
+    WIDTH: tl.constexpr = 48
     EXPERTS: tl.constexpr = 8
     TOP_K: tl.constexpr = 2
     CHOICES: tl.constexpr = 2  # of a row, rounded up
     SLOTS: tl.constexpr = 4  # rounded up
     R: tl.constexpr = 16
-    TILES: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
     if RANK == 0:
@@ -644,9 +659,9 @@ def pair_activate_experts_gate_up(
 
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    within = n < I
-    gate_at = weight + expert.to(tl.int64) * (2 * I * K) + n[:, None] * K + k[None, :]
-    up_at = gate_at + I * K
+    within = n < WIDTH
+    gate_at = weight + expert.to(tl.int64) * (2 * WIDTH * K) + n[:, None] * K + k[None, :]
+    up_at = gate_at + WIDTH * K
     x_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -664,9 +679,14 @@ def pair_activate_experts_gate_up(
         slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
         present, place, count, own = _slots_of(slot, SLOTS)
         if count > 0:
+            number = tl.arange(0, SLOTS)
+            ranks_gate = tl.load(rank + number * 2, mask=number < 3, other=0)
+            ranks_up = tl.load(rank + number * 2 + 1, mask=number < 3, other=0)
             some = _some_slots(present, place, 0, TOGETHER, SLOTS)
-            b_gate = _some_b(b, rank, some, expert, 0, n, within, EXPERTS, 2, 2 * I, R, BLOCK_R)
-            b_up = _some_b(b, rank, some, expert, 1, n + I, within, EXPERTS, 2, 2 * I, R, BLOCK_R)
+            rank_gate = _ranks_of(some, ranks_gate, SLOTS)
+            rank_up = _ranks_of(some, ranks_up, SLOTS)
+            b_gate = _some_b(b, some, rank_gate, expert, n, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+            b_up = _some_b(b, some, rank_up, expert, n + WIDTH, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
             _after_previous(PDL)
             h_gate = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 2, BLOCK_R)
             h_up = _sum_h(h, pair, slot >= 0, 1, pairs, 1, 2, BLOCK_R)
@@ -677,15 +697,17 @@ def pair_activate_experts_gate_up(
             if TOGETHER < SLOTS and TOGETHER < BLOCK_M:
                 for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
                     some = _some_slots(present, place, first, TOGETHER, SLOTS)
-                    b_gate = _some_b(b, rank, some, expert, 0, n, within, EXPERTS, 2, 2 * I, R, BLOCK_R)
-                    b_up = _some_b(b, rank, some, expert, 1, n + I, within, EXPERTS, 2, 2 * I, R, BLOCK_R)
+                    rank_gate = _ranks_of(some, ranks_gate, SLOTS)
+                    rank_up = _ranks_of(some, ranks_up, SLOTS)
+                    b_gate = _some_b(b, some, rank_gate, expert, n, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+                    b_up = _some_b(b, some, rank_up, expert, n + WIDTH, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
                     wide_h = _beside(h_gate, own, first, b_gate, TOGETHER, BLOCK_R)
                     gate = tl.dot(b_gate, wide_h, gate, input_precision="ieee")
                     wide_h = _beside(h_up, own, first, b_up, TOGETHER, BLOCK_R)
                     up = tl.dot(b_up, wide_h, up, input_precision="ieee")
 
     value = (gate / (1.0 + tl.exp(-gate)) * up).to(act.dtype.element_ty)
-    at = pair.to(tl.int64)[None, :] * I + n[:, None]
+    at = pair.to(tl.int64)[None, :] * WIDTH + n[:, None]
     tl.store(act + at, value, mask=live[None, :] & within[:, None])
 
     if RANK > 0 and AHEAD > 0 and TILES <= SHARES_LIMIT:
@@ -696,7 +718,7 @@ def pair_activate_experts_gate_up(
             some = _some_slots(present, place, first, TOGETHER, SLOTS)
             of = tl.reshape(tl.broadcast_to(some[:, None], [TOGETHER, BLOCK_R]), [TOGETHER * BLOCK_R])
             wanted = (of >= 0) & (r < tl.load(rank_down + of, mask=of >= 0, other=0))
-            a_at = a_down + (tl.maximum(of, 0).to(tl.int64) * EXPERTS + expert) * (R * I) + r * I
+            a_at = a_down + (tl.maximum(of, 0).to(tl.int64) * EXPERTS + expert) * (R * WIDTH) + r * WIDTH
             a_tile = tl.load(a_at[:, None] + n[None, :], mask=wanted[:, None] & within[None, :], other=0.0)
             part = tl.dot(a_tile, value, input_precision="ieee")
             h_at = h_down + (tile * pairs.to(tl.int64) + pair)[None, :] * BLOCK_R + r[:, None]
@@ -875,8 +897,8 @@ def pair_shrink_experts_gate_up(
 ):  # fmt: skip
     """h[pair, part, r] = scale * sum_k x[k] * A[slot, expert, part, r, k] of every pair with an adapter, in fp32.
 
-    One program: BLOCK_S columns of one group's pairs, BLOCK_M at a time; of one pair where ROWS says that there are few.
-    x has a row per token.
+    One program: BLOCK_S columns of one group's pairs, BLOCK_M at a time; of one pair where ROWS says that there are
+    few. x has a row per token.
     """
     K: tl.constexpr = 64
     EXPERTS: tl.constexpr = 8
@@ -964,7 +986,8 @@ def pair_expand_experts_gate_up(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[pair, n] += B[slot, expert] h, times the router weight where `weighted`: what the hooks of a MoE runner need.
+    """y[pair, n] += B[slot, expert] h, times the router weight where `weighted`: what the hooks of a MoE runner
+    need.
 
     One program: BLOCK_N outputs of one slice for one group's pairs, BLOCK_M at a time; for one pair with ROWS.
     """
@@ -1059,8 +1082,8 @@ def pair_shrink_experts_down(
 ):  # fmt: skip
     """h[pair, part, r] = scale * sum_k x[k] * A[slot, expert, part, r, k] of every pair with an adapter, in fp32.
 
-    One program: BLOCK_S columns of one group's pairs, BLOCK_M at a time; of one pair where ROWS says that there are few.
-    x has a row per pair.
+    One program: BLOCK_S columns of one group's pairs, BLOCK_M at a time; of one pair where ROWS says that there are
+    few. x has a row per pair.
     """
     K: tl.constexpr = 48
     EXPERTS: tl.constexpr = 8
@@ -1149,7 +1172,8 @@ def pair_expand_experts_down(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[pair, n] += B[slot, expert] h, times the router weight where `weighted`: what the hooks of a MoE runner need.
+    """y[pair, n] += B[slot, expert] h, times the router weight where `weighted`: what the hooks of a MoE runner
+    need.
 
     One program: BLOCK_N outputs of one slice for one group's pairs, BLOCK_M at a time; for one pair with ROWS.
     """
@@ -1241,8 +1265,8 @@ def pair_project_experts_down(
 ):  # fmt: skip
     """y[pair, n] = router weight * (W2[expert] act + B[slot, expert] h), as gate and up are computed.
 
-    h has a share per tile of the launch before where that shrank AHEAD; else it comes from a shrink that has waited
-    for act, so that the base is summed before the wait.
+    h has a share per tile of the launch before where that shrank AHEAD; else it comes from a shrink that has waited for
+    act, so that the base is summed before the wait.
     """
     K: tl.constexpr = 48
     N: tl.constexpr = 64
@@ -1284,8 +1308,11 @@ def pair_project_experts_down(
         present, place, count, own = _slots_of(slot, SLOTS)
         if count > 0:
             b_expert = expert
+            number = tl.arange(0, SLOTS)
+            ranks = tl.load(rank + number, mask=number < 3, other=0)
             some = _some_slots(present, place, 0, TOGETHER, SLOTS)
-            b_tile = _some_b(b, rank, some, b_expert, 0, n, None, B_EXPERTS, 1, N, R, BLOCK_R)
+            own_rank = _ranks_of(some, ranks, SLOTS)
+            b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
             if LATE:
                 _after_previous(PDL)
             h_tile = _sum_h(h, pair, slot >= 0, 0, pairs, SHARES, 1, BLOCK_R)
@@ -1294,7 +1321,8 @@ def pair_project_experts_down(
             if TOGETHER < SLOTS and TOGETHER < BLOCK_M:
                 for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
                     some = _some_slots(present, place, first, TOGETHER, SLOTS)
-                    b_tile = _some_b(b, rank, some, b_expert, 0, n, None, B_EXPERTS, 1, N, R, BLOCK_R)
+                    own_rank = _ranks_of(some, ranks, SLOTS)
+                    b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
                     wide_h = _beside(h_tile, own, first, b_tile, TOGETHER, BLOCK_R)
                     acc = tl.dot(b_tile, wide_h, acc, input_precision="ieee")
 
@@ -1325,18 +1353,18 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
         (1, 0, 0, 4, 4, True, 0, 1, 1, 32, 16, 64, 64, 16, 32, 1),
         (16, 0, 0, 4, 4, True, 0, 16, 1, 64, 16, 64, 64, 16, 32, 1),
         (128, 0, 0, 8, 3, True, 0, 0, 1, 64, 16, 64, 64, 16, 64, 1),
-        (256, 0, 0, 8, 4, True, 0, 0, 0, 64, 32, 64, 64, 16, 64, 1),
-        (0, 0, 0, 8, 3, True, 0, 0, 0, 64, 64, 64, 64, 16, 64, 1),
+        (256, 0, 0, 8, 4, True, 0, 0, 0, 64, 32, 64, 64, 16, 128, 1),
+        (0, 0, 0, 8, 3, True, 0, 0, 0, 64, 64, 64, 64, 16, 128, 1),
         (1, 8, -1, 4, 4, True, 8, 1, 1, 32, 16, 64, 64, 16, 32, 1),
         (16, 8, -1, 4, 4, True, 8, 16, 1, 64, 16, 64, 64, 16, 32, 1),
         (128, 8, -1, 8, 3, True, 8, 0, 1, 64, 16, 64, 64, 16, 64, 1),
-        (256, 8, -1, 8, 4, True, 8, 0, 0, 64, 32, 64, 64, 16, 64, 1),
-        (0, 8, -1, 8, 3, True, 8, 0, 0, 64, 64, 64, 64, 16, 64, 1),
+        (256, 8, -1, 8, 4, True, 8, 0, 0, 64, 32, 64, 64, 16, 128, 1),
+        (0, 8, -1, 8, 3, True, 8, 0, 0, 64, 64, 64, 64, 16, 128, 1),
         (1, 16, -1, 4, 4, True, 16, 1, 1, 32, 16, 64, 64, 16, 32, 1),
         (16, 16, -1, 4, 4, True, 16, 16, 1, 64, 16, 64, 64, 16, 32, 1),
         (128, 16, -1, 8, 3, True, 16, 0, 1, 64, 16, 64, 64, 16, 64, 1),
-        (256, 16, -1, 8, 4, True, 16, 0, 0, 64, 32, 64, 64, 16, 64, 1),
-        (0, 16, -1, 8, 3, True, 16, 0, 0, 64, 64, 64, 64, 16, 64, 1),
+        (256, 16, -1, 8, 4, True, 16, 0, 0, 64, 32, 64, 64, 16, 128, 1),
+        (0, 16, -1, 8, 3, True, 16, 0, 0, 64, 64, 64, 64, 16, 128, 1),
     ),
 )
 
@@ -1390,12 +1418,14 @@ def row_project_experts_down(
     if RANK > 0:
         slot = tl.load(row_slot + row)
         if slot >= 0:
+            row_rank = tl.load(rank + slot)
             h_tile = _sum_h(h, pair, ids >= 0, 0, pairs, SHARES, 1, BLOCK_R)
             for first in tl.static_range(0, TOP_K, TOGETHER):
                 wanted = first + tl.arange(0, TOGETHER)
                 expert = tl.max(tl.where(j[None, :] == wanted[:, None], ids[None, :], -1), 1)
                 some = tl.where(expert >= 0, slot, -1)
-                b_tile = _some_b(b, rank, some, tl.maximum(expert, 0), 0, n, None, B_EXPERTS, 1, N, R, BLOCK_R)
+                own_rank = tl.where(expert >= 0, row_rank, 0)
+                b_tile = _some_b(b, some, own_rank, tl.maximum(expert, 0), n, None, B_EXPERTS, N, R, BLOCK_R)
                 wide_h = _beside(h_tile, j, first, b_tile, TOGETHER, BLOCK_R)
                 acc = tl.dot(b_tile, wide_h, acc, input_precision="ieee")
 
@@ -1433,7 +1463,9 @@ ROW_PROJECT_EXPERTS_DOWN = Kernel(
 
 @triton.jit
 def pair_sum_experts_down(y, topk_ids, out, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """out[row, n] = the sum of y[row, choice, n] over the choices whose expert is here; of the others y was not written."""
+    """out[row, n] = the sum of y[row, choice, n] over the choices whose expert is here; of the others y was not
+    written.
+    """
     N: tl.constexpr = 64
     EXPERTS: tl.constexpr = 8
     TOP_K: tl.constexpr = 2
