@@ -53,7 +53,10 @@ def test_only_render_knows_jinja():
             assert [name for name in names if starts_with(name, "jinja2")] == [], file
 
 
-@pytest.mark.parametrize("part", ["errors.py", "runtime/errors.py", "runtime/segments.py", "resources.py", "swap.py"])
+@pytest.mark.parametrize(
+    "part",
+    ["errors.py", "runtime/errors.py", "runtime/pairs.py", "runtime/segments.py", "resources.py", "swap.py"],
+)
 def test_these_files_need_the_standard_library_alone(part):
     for file, names in imports(part).items():
         assert [name for name in names if not starts_with(name, *sys.stdlib_module_names)] == [], file

@@ -23,6 +23,7 @@ def measured_rates(device: str, dtype: torch.dtype = torch.bfloat16) -> Rates:
     source = torch.randn(_COPY // 4, device=device)
     target = torch.empty_like(source)
     a, b = (torch.randn(_SIDE, _SIDE, device=device, dtype=dtype) for _ in range(2))
-    graphs = [capture(lambda: target.copy_(source)), capture(lambda: torch.mm(a, b))]
+    # by a kernel: a captured copy goes another way, which reached 2.7 TB/s on an H200 where kernels reach 4.3
+    graphs = [capture(lambda: torch.neg(source, out=target)), capture(lambda: torch.mm(a, b))]
     copy, product = interleaved(graphs, seconds=0.1)
     return Rates(2 * _COPY / copy.us * 1e6, 2 * _SIDE**3 / product.us * 1e6)

@@ -28,6 +28,7 @@ adapters:
 {fused}
   targets: [{targets}]
 {experts}backends:  # the first is the default
+  fused: {{}}
   triton: {{segments: {{by: request, cap: 32}}}}
   csgmv: {{segments: {{by: chunk, chunk: {{1: 16, 64: 32, 256: 128}}, floor: 16}}}}
   torch: {{}}

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,9 +65,9 @@ def test_every_field_of_a_spec_changes_the_plan():
 def test_folder_process_hash_seed_and_comments(tmp_path):
     """Not only the plan: the bytes of every file, which follow from it."""
     specs = []
+    shutil.copytree(ROOT / "specs" / "tuned", tmp_path / "elsewhere" / "tuned")
     for path in EXAMPLES:
         copy = tmp_path / "elsewhere" / f"renamed_{path.name}"
-        copy.parent.mkdir(exist_ok=True)
         data = yaml.safe_load(path.read_text())
         copy.write_text("# no comment counts\n" + yaml.safe_dump(shuffled(data, random.Random()), sort_keys=False))
         specs.append(copy)
