@@ -2,7 +2,7 @@
 # Template: templates/package/admission.py.jinja
 """The one decision of `llama31_8b`: which captured graph a batch may replay, or why it runs eagerly."""
 
-from lorac.runtime.step import Admission
+from lorac.runtime.ticket import Admission
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows
 # tokens

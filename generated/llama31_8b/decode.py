@@ -93,31 +93,31 @@ GRAPHS = {
         (1, "nolora"),  # no LoRA
     ),
     "torch": (
-        (256, "lora"),
+        (256, "lora"),  # no segments
         (256, "nolora"),  # no LoRA
-        (192, "lora"),
+        (192, "lora"),  # no segments
         (192, "nolora"),  # no LoRA
-        (128, "lora"),
+        (128, "lora"),  # no segments
         (128, "nolora"),  # no LoRA
-        (96, "lora"),
+        (96, "lora"),  # no segments
         (96, "nolora"),  # no LoRA
-        (64, "lora"),
+        (64, "lora"),  # no segments
         (64, "nolora"),  # no LoRA
-        (48, "lora"),
+        (48, "lora"),  # no segments
         (48, "nolora"),  # no LoRA
-        (32, "lora"),
+        (32, "lora"),  # no segments
         (32, "nolora"),  # no LoRA
-        (24, "lora"),
+        (24, "lora"),  # no segments
         (24, "nolora"),  # no LoRA
-        (16, "lora"),
+        (16, "lora"),  # no segments
         (16, "nolora"),  # no LoRA
-        (8, "lora"),
+        (8, "lora"),  # no segments
         (8, "nolora"),  # no LoRA
-        (4, "lora"),
+        (4, "lora"),  # no segments
         (4, "nolora"),  # no LoRA
-        (2, "lora"),
+        (2, "lora"),  # no segments
         (2, "nolora"),  # no LoRA
-        (1, "lora"),
+        (1, "lora"),  # no segments
         (1, "nolora"),  # no LoRA
     ),
 }

@@ -2,7 +2,7 @@
 # Template: templates/package/admission.py.jinja
 """The one decision of `qwen3_30b_a3b`: which captured graph a batch may replay, or why it runs eagerly."""
 
-from lorac.runtime.step import Admission
+from lorac.runtime.ticket import Admission
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows
 # tokens

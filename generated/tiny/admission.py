@@ -2,7 +2,7 @@
 # Template: templates/package/admission.py.jinja
 """The one decision of `tiny`: which captured graph a batch may replay, or why it runs eagerly."""
 
-from lorac.runtime.step import Admission
+from lorac.runtime.ticket import Admission
 
 DECODE_BUCKETS = (1, 2, 4, 8)  # rows
 PREFILL_BUCKETS = (4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)  # tokens

@@ -35,17 +35,17 @@ GRAPHS = {
         (1, "nolora"),  # no LoRA
     ),
     "torch": (
-        (8, "lora"),
-        (8, "one"),
+        (8, "lora"),  # no segments
+        (8, "one"),  # no segments
         (8, "nolora"),  # no LoRA
-        (4, "lora"),
-        (4, "one"),
+        (4, "lora"),  # no segments
+        (4, "one"),  # no segments
         (4, "nolora"),  # no LoRA
-        (2, "lora"),
-        (2, "one"),
+        (2, "lora"),  # no segments
+        (2, "one"),  # no segments
         (2, "nolora"),  # no LoRA
-        (1, "lora"),
-        (1, "one"),
+        (1, "lora"),  # no segments
+        (1, "one"),  # no segments
         (1, "nolora"),  # no LoRA
     ),
 }

@@ -24,20 +24,20 @@ GRAPHS = {
         (1, "nolora"),  # no LoRA
     ),
     "torch": (
-        (24, "lora"),
-        (24, "one"),
+        (24, "lora"),  # no segments
+        (24, "one"),  # no segments
         (24, "nolora"),  # no LoRA
-        (16, "lora"),
-        (16, "one"),
+        (16, "lora"),  # no segments
+        (16, "one"),  # no segments
         (16, "nolora"),  # no LoRA
-        (4, "lora"),
-        (4, "one"),
+        (4, "lora"),  # no segments
+        (4, "one"),  # no segments
         (4, "nolora"),  # no LoRA
-        (2, "lora"),
-        (2, "one"),
+        (2, "lora"),  # no segments
+        (2, "one"),  # no segments
         (2, "nolora"),  # no LoRA
-        (1, "lora"),
-        (1, "one"),
+        (1, "lora"),  # no segments
+        (1, "one"),  # no segments
         (1, "nolora"),  # no LoRA
     ),
 }

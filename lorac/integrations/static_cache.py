@@ -8,7 +8,8 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lorac.runtime.errors import ShapeError
-from lorac.runtime.step import Step, Ticket
+from lorac.runtime.step import Step
+from lorac.runtime.ticket import Ticket
 
 _WITH_MASKS = ("sdpa", "eager")  # attention that takes the masks a static cache needs
 

@@ -25,7 +25,8 @@ from lorac.integrations.sites import find_sites
 from lorac.integrations.static_cache import StaticDecode
 from lorac.runtime.errors import PackageError, ShapeError, TicketError
 from lorac.runtime.slots import Slots
-from lorac.runtime.step import Step, Ticket
+from lorac.runtime.step import Step
+from lorac.runtime.ticket import Ticket
 
 
 def attach(model: PreTrainedModel, package: ModuleType, slots: Slots, step: Step) -> "Handle":

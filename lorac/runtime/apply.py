@@ -5,7 +5,8 @@ from torch.nn.functional import linear as base_linear
 
 from lorac.runtime.errors import ShapeError
 from lorac.runtime.layout import Module
-from lorac.runtime.step import Batch, Step
+from lorac.runtime.step import Step
+from lorac.runtime.ticket import Batch
 
 
 def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:

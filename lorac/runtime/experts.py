@@ -9,7 +9,8 @@ import torch
 from lorac.runtime.apply import rows_of
 from lorac.runtime.errors import PackageError, ShapeError
 from lorac.runtime.layout import Module
-from lorac.runtime.step import Batch, Step
+from lorac.runtime.step import Step
+from lorac.runtime.ticket import Batch
 
 GATE_UP, DOWN = "experts_gate_up", "experts_down"
 

@@ -14,7 +14,8 @@ from lorac.runtime.capture import Recording
 from lorac.runtime.errors import CaptureError, TicketError
 from lorac.runtime.inputs import StaticInputs
 from lorac.runtime.stats import Cost, GraphKey, Progress, Stats
-from lorac.runtime.step import Step, Ticket
+from lorac.runtime.step import Step
+from lorac.runtime.ticket import Ticket
 from lorac.runtime.trees import map_tensors
 
 

@@ -12,7 +12,8 @@ import torch
 from lorac.runtime.errors import PackageError
 from lorac.runtime.graphs import Graphs
 from lorac.runtime.stats import GraphKey
-from lorac.runtime.step import Step, Ticket
+from lorac.runtime.step import Step
+from lorac.runtime.ticket import Ticket
 
 MODES = ("breakable", "full", "tc_piecewise")
 

@@ -6,7 +6,6 @@ import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,51 +13,12 @@ from lorac.runtime import routing
 from lorac.runtime.agree import Agreement, Question
 from lorac.runtime.capture import Engine, capturing, engine_for
 from lorac.runtime.errors import CaptureError, PackageError, ShapeError, TicketError
-from lorac.runtime.launch import Kernel, interpreted
+from lorac.runtime.launch import interpreted
+from lorac.runtime.launching import Launching
 from lorac.runtime.layout import Layout
-from lorac.runtime.metadata import UNCUT, Metadata, RowMap
-from lorac.runtime.segments import Grid, Segments, decode_grid, prefill_grid, segment_slots
-
-
-class Admission(NamedTuple):
-    """What the generated `admit` decided: the variant, and the bucket of the graph or, with bucket 0, why not."""
-
-    bucket: int
-    variant: str
-    reason: str
-    cause: str = ""  # the reason without its numbers, for counting
-
-
-class Ticket(NamedTuple):
-    """The right to run one prepared batch; `reason` says why it runs eagerly when it has no bucket."""
-
-    serial: int
-    phase: str  # decode | prefill | mixed
-    rows: int
-    requests: int
-    adapters: int
-    rank: int
-    variant: str
-    bucket: int
-    reason: str
-    slots: tuple[int, ...]
-    generations: tuple[int, ...]  # of those slots
-    rows_per_request: int  # of a decode batch; above 1 in a verify step
-    cause: str = ""  # the reason without its numbers, for counting
-
-
-class Batch(NamedTuple):
-    """What kernel launches read on the host. Tensors are in `map`; nothing here changes between replays of a graph."""
-
-    phase: str
-    grid: Grid
-    adapters: int  # bound of the variant: 0 means no LoRA work at all
-    rank: int  # bound of the variant
-    slots: tuple[int, ...]  # slots with rows, for backends that loop on the host
-    map: RowMap
-    rows: int  # live rows
-    padded: int  # rows of the bucket, or the live rows
-
+from lorac.runtime.metadata import UNCUT, Metadata
+from lorac.runtime.segments import Grid, decode_grid, prefill_grid, segment_slots
+from lorac.runtime.ticket import Admission, Batch, PackageTables, Ticket
 
 _numbers = itertools.count()
 _steps: "weakref.WeakValueDictionary[int, Step]" = weakref.WeakValueDictionary()
@@ -67,29 +27,6 @@ _steps: "weakref.WeakValueDictionary[int, Step]" = weakref.WeakValueDictionary()
 def step_of(number: int) -> "Step":
     """The step of that number: a trace of torch.compile names steps so."""
     return _steps[number]
-
-
-class Scratch(Protocol):
-    """A flat scratch tensor of at least that many elements, by name; `Step.scratch`."""
-
-    def __call__(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor: ...
-
-
-class PackageTables(Protocol):
-    """What the generated `step.py` gives the runtime."""
-
-    LAYOUT: Layout
-    VARIANTS: dict[str, tuple[int, int]]  # name -> (adapters, rank), narrow to wide
-    SEGMENTS: dict[str, Segments]
-    GRIDS: dict[str, dict[str, dict[int, Grid]]]  # backend -> phase -> bucket -> grid
-    MAX_ROWS: int
-    MAX_REQUESTS: int
-    STREAMS: int  # concurrent streams of steps, each with its own Step
-    AGREE: bool  # whether ranks settle on one answer each step
-    ROUTE: Kernel
-
-    @staticmethod
-    def admit(backend: str, phase: str, rows: int, requests: int, adapters: int, rank: int) -> Admission: ...
 
 
 def starts_of(rows: list[int]) -> array:
@@ -101,37 +38,6 @@ def starts_of(rows: list[int]) -> array:
 def even_starts(requests: int, rows: int) -> array:
     """`starts_of` requests of so many rows each."""
     return array("i", range(0, requests * rows + 1, rows))
-
-
-class Launching:
-    """What `Step.launching` returns: the outermost one holds the slots' lock, and makes the model's device current."""
-
-    __slots__ = ("device", "outermost", "step")
-
-    def __init__(self, step: "Step"):
-        self.step, self.outermost = step, False
-
-    def __enter__(self) -> None:
-        step = self.step
-        # a graph's batch has no ticket: its slots are read by replays
-        if step.inside or step.ticket is None or capturing():
-            return
-        step.slots.lock.acquire()
-        self.device = step.on_device()
-        self.device.__enter__()
-        step.inside = self.outermost = True
-        try:
-            step.slots.before_step()
-            step.check(step.ticket)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-
-    def __exit__(self, *error) -> None:
-        if self.outermost:
-            self.step.inside = self.outermost = False
-            self.device.__exit__(*error)
-            self.step.slots.lock.release()
 
 
 class Step:

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from lorac.runtime.launch import Kernel
-from lorac.runtime.step import Batch, Scratch
+from lorac.runtime.ticket import Batch, Scratch
 
 {% for module in modules %}
 {% set kernel = module.kernels[0] %}

@@ -10,7 +10,7 @@ TINY = Path(__file__).parents[2] / "specs" / "tiny_moe.yaml"
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}  # of each row alone
 
 
-def spec(hidden=40, width=24, count=5, top_k=3, slots=2, max_rank=12, dtype="float32", ep=1, shared=False, **moe):
+def spec(hidden=40, width=24, count=5, top_k=3, slots=2, max_rank=12, dtype="float32", ep=1, shared=False):
     """A spec of widths that no block divides, numbers that are no powers of two, and both backends."""
     return {
         "lorac": 1,
@@ -23,11 +23,10 @@ def spec(hidden=40, width=24, count=5, top_k=3, slots=2, max_rank=12, dtype="flo
         "dtype": dtype,
         "adapters": {"slots": slots, "max_rank": max_rank, "targets": ["experts"], "shared_outer_experts": shared},
         "backends": {"fused": {}, "torch": {}},
-        "graphs": {"decode": {"buckets": [1, 4, 24], "variants": {
+        "graphs": {"decode": {"buckets": [1, 4, 18], "variants": {
             "nolora": {"adapters": 0}, "one": {"adapters": 1, "rank": 8}, "lora": {}}},
             "prefill": {"max_tokens": 32, "max_requests": 4, "buckets": [32]}},
         "parallel": {"ep": ep},
-        **moe,
     }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def test_launches_of_one_batch_agree(rows, max_rank):
     for rank in (0, 8, max_rank):
         up = picked(plan, "pair_activate", "experts_gate_up", rows, rank)
         down = picked(plan, "pair_project", "experts_down", rows, rank)
-        assert all(down[name] == up[name] for name in ("ROWS", "AHEAD", "BLOCK_M"))
+        assert all(down[name] == up[name] for name in ("ROWS", "SELF", "AHEAD", "BLOCK_M"))
         assert down["BLOCK_UP"] == up["BLOCK_N"]
         assert not up["ROWS"] or rows <= up["ROWS"], "what is compared without tables holds the whole batch"
         if rank:

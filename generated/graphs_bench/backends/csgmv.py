@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from lorac.runtime.launch import Kernel, cdiv
-from lorac.runtime.step import Batch, Scratch
+from lorac.runtime.ticket import Batch, Scratch
 
 # qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
 

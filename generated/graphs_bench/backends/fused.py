@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from lorac.runtime.launch import Kernel, cdiv
-from lorac.runtime.step import Batch, Scratch
+from lorac.runtime.ticket import Batch, Scratch
 
 
 @triton.jit

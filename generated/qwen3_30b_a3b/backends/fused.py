@@ -8,7 +8,7 @@ import triton.language as tl
 
 from lorac.runtime.launch import Kernel, cdiv
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
-from lorac.runtime.step import Batch, Scratch
+from lorac.runtime.ticket import Batch, Scratch
 
 
 @triton.jit
@@ -1096,6 +1096,79 @@ def _some_b(
 
 
 @triton.jit
+def _choices_b(
+    b, slot, rank, ids, first, n, n_live, TOGETHER: tl.constexpr, EXPERTS: tl.constexpr, N: tl.constexpr,
+    R: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Rows n of B of one slot and some of a row's experts, from choice `first` on, side by side."""
+    choice = tl.arange(0, ids.shape[0])
+    wanted = first + tl.arange(0, TOGETHER)
+    expert = tl.max(tl.where(choice[None, :] == wanted[:, None], ids[None, :], -1), 1)
+    some = tl.where(expert >= 0, slot, -1)
+    own = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)  # 0 where all experts share one B
+    return _some_b(b, some, tl.where(expert >= 0, rank, 0), own, n, n_live, EXPERTS, N, R, BLOCK_R)
+
+
+@triton.jit
+def _rows_of_a(
+    a, slot, rank, expert, part, EXPERTS: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Where A's rows of some slots begin, one slot below the other [slots * BLOCK_R], and which of them are wanted."""
+    TOGETHER: tl.constexpr = slot.shape[0]
+    r = tl.arange(0, TOGETHER * BLOCK_R) % BLOCK_R
+    of = tl.reshape(tl.broadcast_to(slot[:, None], [TOGETHER, BLOCK_R]), [TOGETHER * BLOCK_R])
+    wanted = (of >= 0) & (r < tl.load(rank + of * SLICES + part, mask=of >= 0, other=0))
+    at = a + (tl.maximum(of, 0).to(tl.int64) * EXPERTS + expert) * (SLICES * R * K) + (part * R + r) * K
+    return at, wanted
+
+
+@triton.jit
+def _some_a(
+    a, slot, rank, expert, k, k_live, EXPERTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Columns k of A of some slots one below the other, [slots * BLOCK_R, k], zero past each adapter's rank."""
+    at, wanted = _rows_of_a(a, slot, rank, expert, 0, EXPERTS, 1, K, R, BLOCK_R)
+    mask = wanted[:, None]
+    if k_live is not None:
+        mask = mask & k_live[None, :]
+    return tl.load(at[:, None] + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _own_h(h, place, first, scale, TOGETHER: tl.constexpr, BLOCK_R: tl.constexpr):
+    """h [TOGETHER * BLOCK_R, rows] times each row's scale where it is of the row's own slot, zero elsewhere."""
+    column = tl.arange(0, TOGETHER * BLOCK_R)
+    own = place[None, :] == (first + column // BLOCK_R)[:, None]
+    return tl.where(own, h * scale[None, :], 0.0)
+
+
+@triton.jit
+def _shrink_once(x_at, x_live, a_at, wanted, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A x of some slots for a block's rows, [slots * BLOCK_R, BLOCK_M]; x_at and x_live are those of the first step."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((a_at.shape[0], BLOCK_M), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        inside = first + k < K
+        a_tile = tl.load(a_at[:, None] + (first + k)[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
+        x_tile = tl.load(x_at + first, mask=x_live & inside[:, None], other=0.0)
+        acc = tl.dot(a_tile, x_tile, acc)
+    return acc
+
+
+@triton.jit
+def _prefetch_b(b, slot, expert, first, EXPERTS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows `first` to `first + BLOCK_N` of B of some slots to L2, line by line of 64 elements."""
+    LINES: tl.constexpr = BLOCK_N * R // 64
+    at = b + (tl.maximum(slot, 0).to(tl.int64) * EXPERTS + expert) * (N * R) + first * R
+    lines = at[:, None] + tl.arange(0, LINES)[None, :] * 64
+    live = tl.broadcast_to((slot >= 0)[:, None], lines.shape)
+    code: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.s32 $0, 0; }"
+    operands = [lines.to(tl.int64), live.to(tl.int32)]
+    tl.inline_asm_elementwise(code, "=r,l,r", operands, tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _beside(h, place, first, b_tile, TOGETHER: tl.constexpr, BLOCK_R: tl.constexpr):
     """What `b_tile` is multiplied with: h [rows, BLOCK_R] in the rows of each one's own slot, zero elsewhere.
 
@@ -1111,10 +1184,10 @@ def _sum_h(h, pair, live, part, pairs, SHARES: tl.constexpr, SLICES: tl.constexp
     """h [pairs of a block, BLOCK_R] of slice `part`, its shares added in their order."""
     r = tl.arange(0, BLOCK_R)
     at = h + pair.to(tl.int64)[:, None] * (SLICES * BLOCK_R) + part * BLOCK_R + r[None, :]
-    total = tl.load(at, mask=live[:, None], other=0.0)
+    total = tl.load(at, mask=live[:, None], other=0.0, cache_modifier=".cg")
     for share in tl.static_range(1, SHARES):
         plane = pairs.to(tl.int64) * (share * SLICES * BLOCK_R)
-        total += tl.load(at + plane, mask=live[:, None], other=0.0)
+        total += tl.load(at + plane, mask=live[:, None], other=0.0, cache_modifier=".cg")
     return total
 
 
@@ -1131,9 +1204,11 @@ def _after_previous(PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
 def pair_activate_experts_gate_up(
-    x, weight, b, rank, h, a_down, rank_down, scale_down, act, h_down, topk_ids, row_slot, tables, pairs, blocks,
-    RANK: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    x, weight, a, b, rank, scale, h, a_down, rank_down, scale_down, act, h_down, topk_ids, row_slot, tables, pairs,
+    blocks,
+    RANK: tl.constexpr, ROWS: tl.constexpr, SELF: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """act[pair, n] = silu(gate) * up, where gate and up are W13[expert] x + B[slot, expert] h, each with its own h.
 
@@ -1147,6 +1222,7 @@ def pair_activate_experts_gate_up(
     K: tl.constexpr = 2048
     WIDTH: tl.constexpr = 768
     EXPERTS: tl.constexpr = 128
+    A_EXPERTS: tl.constexpr = 128
     TOP_K: tl.constexpr = 8
     CHOICES: tl.constexpr = 8  # of a row, rounded up
     SLOTS: tl.constexpr = 8  # rounded up
@@ -1154,8 +1230,10 @@ def pair_activate_experts_gate_up(
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
-    if RANK == 0:
+    if RANK == 0 or SELF > 0:
         _after_previous(PDL)
+    elif PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) % TILES
     expert, pair, live = _block_of_pairs(
         topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS * CHOICES, EXPERTS, BLOCK_M
@@ -1165,6 +1243,39 @@ def pair_activate_experts_gate_up(
 
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    if RANK > 0:
+        slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
+        if ROWS == 1:
+            only = tl.load(row_slot)  # of all pairs
+            present, place, count, own = 0, 0, (only >= 0).to(tl.int32), tl.where(slot >= 0, 0, -1)
+            some = only + tl.zeros((TOGETHER,), tl.int32)
+        else:
+            present, place, count, own = _slots_of(slot, SLOTS)
+            some = _some_slots(present, place, 0, TOGETHER, SLOTS)
+        number = tl.arange(0, SLOTS)
+        ranks_gate = tl.load(rank + number * 2, mask=number < 8, other=0)
+        ranks_up = tl.load(rank + number * 2 + 1, mask=number < 8, other=0)
+        if SELF > 0:
+            a_expert = expert
+            scale_gate = tl.load(scale + slot * 2, mask=slot >= 0, other=0.0)
+            scale_up = tl.load(scale + slot * 2 + 1, mask=slot >= 0, other=0.0)
+            gate_a, gate_wanted = _rows_of_a(a, some, rank, a_expert, 0, A_EXPERTS, 2, K, R, BLOCK_R)
+            up_a, up_wanted = _rows_of_a(a, some, rank, a_expert, 1, A_EXPERTS, 2, K, R, BLOCK_R)
+            gate_a_at = gate_a[:, None] + k[None, :]
+            up_a_at = up_a[:, None] + k[None, :]
+            h_gate = tl.zeros((TOGETHER * BLOCK_R, BLOCK_M), tl.float32)
+            h_up = tl.zeros((TOGETHER * BLOCK_R, BLOCK_M), tl.float32)
+        if EARLY == 1:
+            # on their way while the base is summed
+            rank_gate = _ranks_of(some, ranks_gate, SLOTS)
+            rank_up = _ranks_of(some, ranks_up, SLOTS)
+            b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+            b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+            if AHEAD > 0 and TILES <= SHARES_LIMIT:
+                a_tile = _some_a(a_down, some, rank_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
+        if EARLY == 2 and PDL:
+            _prefetch_b(b, some, expert, tile * BLOCK_N, EXPERTS, 2 * WIDTH, R, BLOCK_N)
+            _prefetch_b(b, some, expert, WIDTH + tile * BLOCK_N, EXPERTS, 2 * WIDTH, R, BLOCK_N)
     gate_at = weight + expert.to(tl.int64) * (2 * WIDTH * K) + n[:, None] * K + k[None, :]
     up_at = gate_at + WIDTH * K
     x_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
@@ -1176,40 +1287,59 @@ def pair_activate_experts_gate_up(
         up_tile = tl.load(up_at)
         gate = tl.dot(gate_tile, x_tile, gate)
         up = tl.dot(up_tile, x_tile, up)
+        if RANK > 0 and SELF > 0:
+            gate_a_tile = tl.load(gate_a_at, mask=gate_wanted[:, None], other=0.0)
+            up_a_tile = tl.load(up_a_at, mask=up_wanted[:, None], other=0.0)
+            h_gate = tl.dot(gate_a_tile, x_tile, h_gate)
+            h_up = tl.dot(up_a_tile, x_tile, h_up)
+            gate_a_at += BLOCK_K
+            up_a_at += BLOCK_K
         gate_at += BLOCK_K
         up_at += BLOCK_K
         x_at += BLOCK_K
 
     if RANK > 0:
-        slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
-        present, place, count, own = _slots_of(slot, SLOTS)
         if count > 0:
-            number = tl.arange(0, SLOTS)
-            ranks_gate = tl.load(rank + number * 2, mask=number < 8, other=0)
-            ranks_up = tl.load(rank + number * 2 + 1, mask=number < 8, other=0)
-            some = _some_slots(present, place, 0, TOGETHER, SLOTS)
-            rank_gate = _ranks_of(some, ranks_gate, SLOTS)
-            rank_up = _ranks_of(some, ranks_up, SLOTS)
-            b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-            b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-            _after_previous(PDL)
-            h_gate = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 2, BLOCK_R)
-            h_up = _sum_h(h, pair, slot >= 0, 1, pairs, 1, 2, BLOCK_R)
-            wide_h = _beside(h_gate, own, 0, b_gate, TOGETHER, BLOCK_R)
-            gate = tl.dot(b_gate, wide_h, gate)
-            wide_h = _beside(h_up, own, 0, b_up, TOGETHER, BLOCK_R)
-            up = tl.dot(b_up, wide_h, up)
-            if TOGETHER < SLOTS and TOGETHER < BLOCK_M:
+            if EARLY != 1:
+                rank_gate = _ranks_of(some, ranks_gate, SLOTS)
+                rank_up = _ranks_of(some, ranks_up, SLOTS)
+                b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+                b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+            if SELF > 0:
+                wide_gate = _own_h(h_gate, own, 0, scale_gate, TOGETHER, BLOCK_R).to(b_gate.dtype)
+                wide_up = _own_h(h_up, own, 0, scale_up, TOGETHER, BLOCK_R).to(b_up.dtype)
+            else:
+                if PDL:
+                    tl.extra.cuda.gdc_wait()
+                h_gate = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 2, BLOCK_R)
+                h_up = _sum_h(h, pair, slot >= 0, 1, pairs, 1, 2, BLOCK_R)
+                wide_gate = _beside(h_gate, own, 0, b_gate, TOGETHER, BLOCK_R)
+                wide_up = _beside(h_up, own, 0, b_up, TOGETHER, BLOCK_R)
+            if EARLY == 1 and PDL:
+                b_gate = _not_before(b_gate)
+                b_up = _not_before(b_up)
+            gate = tl.dot(b_gate, wide_gate, gate)
+            up = tl.dot(b_up, wide_up, up)
+            if ROWS != 1 and TOGETHER < SLOTS and TOGETHER < BLOCK_M:
                 for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
                     some = _some_slots(present, place, first, TOGETHER, SLOTS)
                     rank_gate = _ranks_of(some, ranks_gate, SLOTS)
                     rank_up = _ranks_of(some, ranks_up, SLOTS)
                     b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
                     b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-                    wide_h = _beside(h_gate, own, first, b_gate, TOGETHER, BLOCK_R)
-                    gate = tl.dot(b_gate, wide_h, gate)
-                    wide_h = _beside(h_up, own, first, b_up, TOGETHER, BLOCK_R)
-                    up = tl.dot(b_up, wide_h, up)
+                    if SELF > 0:
+                        row_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
+                        gate_a, gate_wanted = _rows_of_a(a, some, rank, a_expert, 0, A_EXPERTS, 2, K, R, BLOCK_R)
+                        up_a, up_wanted = _rows_of_a(a, some, rank, a_expert, 1, A_EXPERTS, 2, K, R, BLOCK_R)
+                        more_gate = _shrink_once(row_at, live[None, :], gate_a, gate_wanted, K, BLOCK_K, BLOCK_M)
+                        more_up = _shrink_once(row_at, live[None, :], up_a, up_wanted, K, BLOCK_K, BLOCK_M)
+                        wide_gate = _own_h(more_gate, own, first, scale_gate, TOGETHER, BLOCK_R).to(b_gate.dtype)
+                        wide_up = _own_h(more_up, own, first, scale_up, TOGETHER, BLOCK_R).to(b_up.dtype)
+                    else:
+                        wide_gate = _beside(h_gate, own, first, b_gate, TOGETHER, BLOCK_R)
+                        wide_up = _beside(h_up, own, first, b_up, TOGETHER, BLOCK_R)
+                    gate = tl.dot(b_gate, wide_gate, gate)
+                    up = tl.dot(b_up, wide_up, up)
 
     value = (gate / (1.0 + tl.exp(-gate)) * up).to(act.dtype.element_ty)
     at = pair.to(tl.int64)[None, :] * WIDTH + n[:, None]
@@ -1217,16 +1347,14 @@ def pair_activate_experts_gate_up(
 
     if RANK > 0 and AHEAD > 0 and TILES <= SHARES_LIMIT:
         column = tl.arange(0, TOGETHER * BLOCK_R)
-        r = column % BLOCK_R
         own_scale = tl.load(scale_down + slot, mask=slot >= 0, other=0.0)
+        h_at = h_down + (tile * pairs.to(tl.int64) + pair)[None, :] * BLOCK_R + (column % BLOCK_R)[:, None]
         for first in tl.range(0, count, TOGETHER, num_stages=1):
-            some = _some_slots(present, place, first, TOGETHER, SLOTS)
-            of = tl.reshape(tl.broadcast_to(some[:, None], [TOGETHER, BLOCK_R]), [TOGETHER * BLOCK_R])
-            wanted = (of >= 0) & (r < tl.load(rank_down + of, mask=of >= 0, other=0))
-            a_at = a_down + (tl.maximum(of, 0).to(tl.int64) * EXPERTS + expert) * (R * WIDTH) + r * WIDTH
-            a_tile = tl.load(a_at[:, None] + n[None, :], mask=wanted[:, None], other=0.0)
+            if ROWS != 1:
+                some = _some_slots(present, place, first, TOGETHER, SLOTS)
+            if ROWS != 1 or EARLY != 1:
+                a_tile = _some_a(a_down, some, rank_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
             part = tl.dot(a_tile, value)
-            h_at = h_down + (tile * pairs.to(tl.int64) + pair)[None, :] * BLOCK_R + r[:, None]
             mine = own[None, :] == (first + column // BLOCK_R)[:, None]
             tl.store(h_at, part * own_scale[None, :], mask=mine & live[None, :])
 
@@ -1236,8 +1364,10 @@ PAIR_ACTIVATE_EXPERTS_GATE_UP = Kernel(
     {
         "x": "*bf16",
         "weight": "*bf16",
+        "a": "*bf16",
         "b": "*bf16",
         "rank": "*i32",
+        "scale": "*fp32",
         "h": "*fp32",
         "a_down": "*bf16",
         "rank_down": "*i32",
@@ -1250,19 +1380,21 @@ PAIR_ACTIVATE_EXPERTS_GATE_UP = Kernel(
         "pairs": "i32",
         "blocks": "i32",
     },
-    ("RANK", "ROWS", "AHEAD", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
+    ("RANK", "ROWS", "SELF", "AHEAD", "EARLY", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 6, True, 0, 1, 1, 16, 32, 64, 16, 16, 1),
-        (16, 0, 0, 4, 5, True, 0, 16, 1, 16, 64, 64, 16, 32, 1),
-        (128, 0, 0, 4, 5, True, 0, 0, 1, 16, 64, 64, 16, 64, 1),
-        (256, 0, 0, 4, 5, True, 0, 0, 0, 32, 64, 64, 16, 64, 1),
-        (0, 0, 0, 4, 4, True, 0, 0, 0, 64, 64, 64, 16, 128, 1),
-        (1, 16, -1, 4, 6, True, 16, 1, 1, 16, 32, 64, 16, 16, 1),
-        (16, 16, -1, 4, 5, True, 16, 16, 1, 16, 64, 64, 16, 32, 1),
-        (128, 16, -1, 4, 5, True, 16, 0, 1, 16, 64, 64, 16, 64, 1),
-        (256, 16, -1, 4, 5, True, 16, 0, 0, 32, 64, 64, 16, 64, 1),
-        (0, 16, -1, 4, 4, True, 16, 0, 0, 64, 64, 64, 16, 128, 1),
+        (1, 0, 0, 4, 5, True, 0, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 0, 0, 4, 5, True, 0, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
+        (16, 0, 0, 4, 5, True, 0, 16, 1, 0, 1, 16, 64, 64, 16, 32, 1),
+        (128, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 32, 64, 64, 16, 64, 1),
+        (0, 0, 0, 4, 4, True, 0, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
+        (1, 16, -1, 4, 5, True, 16, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 16, -1, 4, 5, True, 16, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
+        (16, 16, -1, 4, 5, True, 16, 16, 1, 0, 1, 16, 64, 64, 16, 32, 1),
+        (128, 16, -1, 4, 5, True, 16, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 16, -1, 4, 5, True, 16, 0, 0, 0, 1, 32, 64, 64, 16, 64, 1),
+        (0, 16, -1, 4, 4, True, 16, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
     ),
 )
 
@@ -1468,6 +1600,7 @@ PAIR_SHRINK_EXPERTS_GATE_UP = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (1, 16, -1, 4, 4, True, 16, 1, 16, 16, 16, 256, 1),
+        (2, 16, -1, 4, 4, True, 16, 2, 16, 16, 16, 256, 1),
         (16, 16, -1, 4, 4, True, 16, 16, 16, 16, 16, 256, 1),
         (0, 16, -1, 4, 4, True, 16, 0, 16, 16, 32, 256, 1),
     ),
@@ -1556,6 +1689,7 @@ PAIR_EXPAND_EXPERTS_GATE_UP = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (1, 16, -1, 4, 1, True, 16, 1, 16, 128, 16, 1),
+        (2, 16, -1, 4, 1, True, 16, 2, 16, 128, 16, 1),
         (16, 16, -1, 4, 1, True, 16, 16, 16, 128, 16, 1),
         (0, 16, -1, 4, 1, True, 16, 0, 16, 128, 16, 1),
     ),
@@ -1647,6 +1781,7 @@ PAIR_SHRINK_EXPERTS_DOWN = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (1, 16, -1, 4, 4, True, 16, 1, 16, 16, 16, 256, 1),
+        (2, 16, -1, 4, 4, True, 16, 2, 16, 16, 16, 256, 1),
         (16, 16, -1, 4, 4, True, 16, 16, 16, 16, 16, 256, 1),
         (0, 16, -1, 4, 4, True, 16, 0, 16, 16, 32, 256, 1),
     ),
@@ -1735,6 +1870,7 @@ PAIR_EXPAND_EXPERTS_DOWN = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (1, 16, -1, 4, 1, True, 16, 1, 16, 128, 16, 1),
+        (2, 16, -1, 4, 1, True, 16, 2, 16, 128, 16, 1),
         (16, 16, -1, 4, 1, True, 16, 16, 16, 128, 16, 1),
         (0, 16, -1, 4, 1, True, 16, 0, 16, 128, 16, 1),
     ),
@@ -1743,9 +1879,10 @@ PAIR_EXPAND_EXPERTS_DOWN = Kernel(
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
 def pair_project_experts_down(
-    act, weight, b, rank, h, y, topk_ids, topk_weights, row_slot, tables, pairs, blocks,
-    RANK: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, BLOCK_UP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    act, weight, a, b, rank, scale, h, y, topk_ids, topk_weights, row_slot, tables, pairs, blocks,
+    RANK: tl.constexpr, ROWS: tl.constexpr, SELF: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[pair, n] = router weight * (W2[expert] act + B[slot, expert] h), as gate and up are computed.
 
@@ -1762,12 +1899,14 @@ def pair_project_experts_down(
     R: tl.constexpr = 16
     UP_TILES: tl.constexpr = (K + BLOCK_UP - 1) // BLOCK_UP
     SHARES: tl.constexpr = UP_TILES if AHEAD > 0 and UP_TILES <= SHARES_LIMIT else 1
-    LATE: tl.constexpr = RANK > 0 and (AHEAD == 0 or UP_TILES > SHARES_LIMIT)  # h is of a launch of its own
+    LATE: tl.constexpr = RANK > 0 and SELF == 0 and (AHEAD == 0 or UP_TILES > SHARES_LIMIT)  # h has its own launch
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     if not LATE:
         _after_previous(PDL)
+    elif PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     expert, pair, live = _block_of_pairs(
         topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS * CHOICES, EXPERTS, BLOCK_M
     )
@@ -1776,6 +1915,23 @@ def pair_project_experts_down(
 
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    b_expert = expert
+    if RANK > 0:
+        slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
+        present, place, count, own = _slots_of(slot, SLOTS)
+        some = _some_slots(present, place, 0, TOGETHER, SLOTS)
+        number = tl.arange(0, SLOTS)
+        ranks = tl.load(rank + number, mask=number < 8, other=0)
+        if SELF > 0:
+            own_scale = tl.load(scale + slot, mask=slot >= 0, other=0.0)
+            a_rows, a_wanted = _rows_of_a(a, some, rank, expert, 0, EXPERTS, 1, K, R, BLOCK_R)
+            a_at = a_rows[:, None] + k[None, :]
+            h_tile = tl.zeros((TOGETHER * BLOCK_R, BLOCK_M), tl.float32)
+        if EARLY == 1:
+            own_rank = _ranks_of(some, ranks, SLOTS)
+            b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
+        if EARLY == 2 and PDL:
+            _prefetch_b(b, some, b_expert, tl.program_id(0) % TILES * BLOCK_N, B_EXPERTS, N, R, BLOCK_N)
     w_at = weight + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
     act_at = act + pair.to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -1783,30 +1939,40 @@ def pair_project_experts_down(
         w_tile = tl.load(w_at)
         act_tile = tl.load(act_at, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, act_tile, acc)
+        if RANK > 0 and SELF > 0:
+            a_tile = tl.load(a_at, mask=a_wanted[:, None], other=0.0)
+            h_tile = tl.dot(a_tile, act_tile, h_tile)
+            a_at += BLOCK_K
         w_at += BLOCK_K
         act_at += BLOCK_K
 
     if RANK > 0:
-        slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
-        present, place, count, own = _slots_of(slot, SLOTS)
         if count > 0:
-            b_expert = expert
-            number = tl.arange(0, SLOTS)
-            ranks = tl.load(rank + number, mask=number < 8, other=0)
-            some = _some_slots(present, place, 0, TOGETHER, SLOTS)
-            own_rank = _ranks_of(some, ranks, SLOTS)
-            b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
-            if LATE:
-                _after_previous(PDL)
-            h_tile = _sum_h(h, pair, slot >= 0, 0, pairs, SHARES, 1, BLOCK_R)
-            wide_h = _beside(h_tile, own, 0, b_tile, TOGETHER, BLOCK_R)
+            if EARLY != 1:
+                own_rank = _ranks_of(some, ranks, SLOTS)
+                b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
+            if SELF > 0:
+                wide_h = _own_h(h_tile, own, 0, own_scale, TOGETHER, BLOCK_R).to(b_tile.dtype)
+            else:
+                if LATE and PDL:
+                    tl.extra.cuda.gdc_wait()
+                h_tile = _sum_h(h, pair, slot >= 0, 0, pairs, SHARES, 1, BLOCK_R)
+                wide_h = _beside(h_tile, own, 0, b_tile, TOGETHER, BLOCK_R)
+            if EARLY == 1 and PDL:
+                b_tile = _not_before(b_tile)
             acc = tl.dot(b_tile, wide_h, acc)
             if TOGETHER < SLOTS and TOGETHER < BLOCK_M:
                 for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
                     some = _some_slots(present, place, first, TOGETHER, SLOTS)
                     own_rank = _ranks_of(some, ranks, SLOTS)
                     b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
-                    wide_h = _beside(h_tile, own, first, b_tile, TOGETHER, BLOCK_R)
+                    if SELF > 0:
+                        pair_at = act + pair.to(tl.int64)[None, :] * K + k[:, None]
+                        a_rows, a_wanted = _rows_of_a(a, some, rank, expert, 0, EXPERTS, 1, K, R, BLOCK_R)
+                        more = _shrink_once(pair_at, live[None, :], a_rows, a_wanted, K, BLOCK_K, BLOCK_M)
+                        wide_h = _own_h(more, own, first, own_scale, TOGETHER, BLOCK_R).to(b_tile.dtype)
+                    else:
+                        wide_h = _beside(h_tile, own, first, b_tile, TOGETHER, BLOCK_R)
                     acc = tl.dot(b_tile, wide_h, acc)
 
     acc *= tl.load(topk_weights + pair, mask=live, other=0.0)[None, :]
@@ -1819,8 +1985,10 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
     {
         "act": "*bf16",
         "weight": "*bf16",
+        "a": "*bf16",
         "b": "*bf16",
         "rank": "*i32",
+        "scale": "*fp32",
         "h": "*fp32",
         "y": "*bf16",
         "topk_ids": "*i32",
@@ -1830,19 +1998,34 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
         "pairs": "i32",
         "blocks": "i32",
     },
-    ("RANK", "ROWS", "AHEAD", "BLOCK_UP", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
+    (
+        "RANK",
+        "ROWS",
+        "SELF",
+        "AHEAD",
+        "EARLY",
+        "BLOCK_UP",
+        "BLOCK_M",
+        "BLOCK_N",
+        "BLOCK_K",
+        "BLOCK_R",
+        "BLOCK_C",
+        "PDL",
+    ),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 4, True, 0, 1, 1, 32, 16, 128, 64, 16, 32, 1),
-        (16, 0, 0, 4, 4, True, 0, 16, 1, 64, 16, 128, 64, 16, 32, 1),
-        (128, 0, 0, 8, 3, True, 0, 0, 1, 64, 16, 128, 128, 16, 64, 1),
-        (256, 0, 0, 8, 4, True, 0, 0, 0, 64, 32, 128, 64, 16, 128, 1),
-        (0, 0, 0, 8, 4, True, 0, 0, 0, 64, 64, 128, 64, 16, 128, 1),
-        (1, 16, -1, 4, 4, True, 16, 1, 1, 32, 16, 128, 64, 16, 32, 1),
-        (16, 16, -1, 4, 4, True, 16, 16, 1, 64, 16, 128, 64, 16, 32, 1),
-        (128, 16, -1, 8, 3, True, 16, 0, 1, 64, 16, 128, 128, 16, 64, 1),
-        (256, 16, -1, 8, 4, True, 16, 0, 0, 64, 32, 128, 64, 16, 128, 1),
-        (0, 16, -1, 8, 4, True, 16, 0, 0, 64, 64, 128, 64, 16, 128, 1),
+        (1, 0, 0, 4, 4, True, 0, 1, 1, 1, 1, 64, 16, 128, 64, 16, 32, 1),
+        (2, 0, 0, 4, 4, True, 0, 2, 0, 1, 1, 64, 16, 128, 64, 16, 32, 1),
+        (16, 0, 0, 4, 4, True, 0, 16, 1, 0, 1, 64, 16, 128, 64, 16, 32, 1),
+        (128, 0, 0, 8, 3, True, 0, 0, 0, 0, 1, 64, 16, 128, 128, 16, 64, 1),
+        (256, 0, 0, 8, 4, True, 0, 0, 0, 0, 1, 64, 32, 128, 64, 16, 128, 1),
+        (0, 0, 0, 8, 4, True, 0, 0, 0, 0, 1, 64, 64, 128, 64, 16, 128, 1),
+        (1, 16, -1, 4, 4, True, 16, 1, 1, 1, 1, 64, 16, 128, 64, 16, 32, 1),
+        (2, 16, -1, 4, 4, True, 16, 2, 0, 1, 1, 64, 16, 128, 64, 16, 32, 1),
+        (16, 16, -1, 4, 4, True, 16, 16, 1, 0, 1, 64, 16, 128, 64, 16, 32, 1),
+        (128, 16, -1, 8, 3, True, 16, 0, 0, 0, 1, 64, 16, 128, 128, 16, 64, 1),
+        (256, 16, -1, 8, 4, True, 16, 0, 0, 0, 1, 64, 32, 128, 64, 16, 128, 1),
+        (0, 16, -1, 8, 4, True, 16, 0, 0, 0, 1, 64, 64, 128, 64, 16, 128, 1),
     ),
 )
 
@@ -1870,6 +2053,7 @@ def row_project_experts_down(
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < CHOICES else CHOICES
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    ONCE: tl.constexpr = TOGETHER >= TOP_K  # one dot expands for all of a row's experts
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     _after_previous(PDL)
     row = tl.program_id(0) // TILES
@@ -1879,6 +2063,16 @@ def row_project_experts_down(
     pair = row * TOP_K + j
     ids = tl.load(topk_ids + pair, mask=j < TOP_K, other=-1)
     ids = tl.where(ids < EXPERTS, ids, -1)
+    if RANK > 0:
+        slot = tl.load(row_slot + row)
+        row_rank = tl.load(rank + slot, mask=slot >= 0, other=0)
+        served = tl.where(slot >= 0, ids, -1) >= 0
+        h_tile = _sum_h(h, pair, served, 0, pairs, SHARES, 1, BLOCK_R)
+        if ONCE:
+            # on its way while the base is summed
+            b_tile = _choices_b(
+                b, slot, row_rank, ids, 0, n, None, TOGETHER, B_EXPERTS, N, R, BLOCK_R
+            )  # fmt: skip
     acc = tl.zeros((BLOCK_N, CHOICES), tl.float32)
     for step in range(TOP_K * STEPS):
         choice = step // STEPS
@@ -1893,18 +2087,19 @@ def row_project_experts_down(
         acc = tl.dot(w_tile, act_tile, acc)
 
     if RANK > 0:
-        slot = tl.load(row_slot + row)
         if slot >= 0:
-            row_rank = tl.load(rank + slot)
-            h_tile = _sum_h(h, pair, ids >= 0, 0, pairs, SHARES, 1, BLOCK_R)
-            for first in tl.static_range(0, TOP_K, TOGETHER):
-                wanted = first + tl.arange(0, TOGETHER)
-                expert = tl.max(tl.where(j[None, :] == wanted[:, None], ids[None, :], -1), 1)
-                some = tl.where(expert >= 0, slot, -1)
-                own_rank = tl.where(expert >= 0, row_rank, 0)
-                b_tile = _some_b(b, some, own_rank, tl.maximum(expert, 0), n, None, B_EXPERTS, N, R, BLOCK_R)
-                wide_h = _beside(h_tile, j, first, b_tile, TOGETHER, BLOCK_R)
+            if ONCE:
+                if PDL:
+                    b_tile = _not_before(b_tile)
+                wide_h = _beside(h_tile, j, 0, b_tile, TOGETHER, BLOCK_R)
                 acc = tl.dot(b_tile, wide_h, acc)
+            else:
+                for first in tl.static_range(0, TOP_K, TOGETHER):
+                    b_tile = _choices_b(
+                        b, slot, row_rank, ids, first, n, None, TOGETHER, B_EXPERTS, N, R, BLOCK_R
+                    )  # fmt: skip
+                    wide_h = _beside(h_tile, j, first, b_tile, TOGETHER, BLOCK_R)
+                    acc = tl.dot(b_tile, wide_h, acc)
 
     weights = tl.load(topk_weights + pair, mask=ids >= 0, other=0.0)
     total = tl.sum(acc * weights[None, :], 1)
@@ -1928,9 +2123,7 @@ ROW_PROJECT_EXPERTS_DOWN = Kernel(
     ("RANK", "AHEAD", "BLOCK_UP", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 6, True, 0, 1, 32, 16, 256, 16, 128, 1),
         (2, 0, 0, 4, 6, True, 0, 1, 64, 16, 256, 16, 128, 1),
-        (1, 16, -1, 4, 6, True, 16, 1, 32, 16, 256, 16, 128, 1),
         (2, 16, -1, 4, 6, True, 16, 1, 64, 16, 256, 16, 128, 1),
     ),
 )
@@ -2015,7 +2208,7 @@ def moe(
     ahead = up.AHEAD and tiles <= MOST_SHARES
     h_down = scratch("experts_h_down", pairs * up.BLOCK_R * (tiles if ahead else 1), torch.float32)
     act = scratch("experts_act", pairs * 768, x.dtype)
-    if rank:
+    if rank and not up.SELF:
         launch = PAIR_SHRINK_EXPERTS_GATE_UP.pick(rows, rank, batch.adapters)
         PAIR_SHRINK_EXPERTS_GATE_UP.run(
             launch,
@@ -2037,8 +2230,10 @@ def moe(
         ((blocks or pairs) * tiles,),
         x=x,
         weight=w13,
+        a=a,
         b=b,
         rank=rank_up,
+        scale=scale,
         h=h,
         a_down=a_down,
         rank_down=rank_down,
@@ -2051,7 +2246,7 @@ def moe(
         pairs=pairs,
         blocks=blocks,
     )
-    if rank and not ahead:
+    if rank and not (ahead or up.SELF):
         launch = PAIR_SHRINK_EXPERTS_DOWN.pick(rows, rank, batch.adapters)
         PAIR_SHRINK_EXPERTS_DOWN.run(
             launch,
@@ -2093,8 +2288,10 @@ def moe(
         ((blocks or pairs) * cdiv(2048, launch.BLOCK_N),),
         act=act,
         weight=w2,
+        a=a_down,
         b=b_down,
         rank=rank_down,
+        scale=scale_down,
         h=h_down,
         y=y,
         topk_ids=topk_ids,

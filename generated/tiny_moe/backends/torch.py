@@ -7,7 +7,7 @@ It computes in float32 and rounds once. In a decode graph it visits every slot, 
 
 import torch
 
-from lorac.runtime.step import Batch, Scratch
+from lorac.runtime.ticket import Batch, Scratch
 
 R = 16
 
