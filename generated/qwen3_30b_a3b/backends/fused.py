@@ -1508,10 +1508,10 @@ ALIGN_EXPERTS_GATE_UP = Kernel(
     ("RANK", "BLOCK_P", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 0, 0, 4, 1, True, 0, 512, 1),
+        (64, 0, 0, 8, 1, True, 0, 512, 1),
         (128, 0, 0, 4, 1, True, 0, 1024, 1),
         (0, 0, 0, 8, 1, True, 0, 4096, 1),
-        (64, 16, -1, 4, 1, True, 16, 512, 1),
+        (64, 16, -1, 8, 1, True, 16, 512, 1),
         (128, 16, -1, 4, 1, True, 16, 1024, 1),
         (0, 16, -1, 8, 1, True, 16, 4096, 1),
     ),
