@@ -732,7 +732,11 @@ def pair_activate_experts_gate_up(
     expert, pair, live = _block_of_pairs(
         topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS * CHOICES, EXPERTS, BLOCK_M
     )
+    LATE: tl.constexpr = RANK > 0 and SELF == 0  # h has its own launch
     if expert < 0:
+        if LATE and PDL:
+            if tl.program_id(0) == 0:
+                tl.extra.cuda.gdc_wait()  # no launch ends before the one before it
         return
 
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -793,6 +797,8 @@ def pair_activate_experts_gate_up(
         up_at += BLOCK_K
         x_at += BLOCK_K
 
+    if LATE and PDL:
+        tl.extra.cuda.gdc_wait()
     if RANK > 0:
         if count > 0:
             if EARLY != 1:
@@ -804,8 +810,6 @@ def pair_activate_experts_gate_up(
                 wide_gate = _own_h(h_gate, own, 0, scale_gate, TOGETHER, BLOCK_R).to(b_gate.dtype)
                 wide_up = _own_h(h_up, own, 0, scale_up, TOGETHER, BLOCK_R).to(b_up.dtype)
             else:
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
                 h_gate = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 2, BLOCK_R)
                 h_up = _sum_h(h, pair, slot >= 0, 1, pairs, 1, 2, BLOCK_R)
                 wide_gate = _beside(h_gate, own, 0, b_gate, TOGETHER, BLOCK_R)
@@ -1432,6 +1436,9 @@ def pair_project_experts_down(
         topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS * CHOICES, EXPERTS, BLOCK_M
     )
     if expert < 0:
+        if LATE and PDL:
+            if tl.program_id(0) == 0:
+                tl.extra.cuda.gdc_wait()  # no launch ends before the one before it
         return
 
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -1468,6 +1475,8 @@ def pair_project_experts_down(
         w_at += BLOCK_K
         act_at += BLOCK_K
 
+    if LATE and PDL:
+        tl.extra.cuda.gdc_wait()
     if RANK > 0:
         if count > 0:
             if EARLY != 1:
@@ -1476,8 +1485,6 @@ def pair_project_experts_down(
             if SELF > 0:
                 wide_h = _own_h(h_tile, own, 0, own_scale, TOGETHER, BLOCK_R).to(b_tile.dtype)
             else:
-                if LATE and PDL:
-                    tl.extra.cuda.gdc_wait()
                 h_tile = _sum_h(h, pair, slot >= 0, 0, pairs, SHARES, 1, BLOCK_R)
                 wide_h = _beside(h_tile, own, 0, b_tile, TOGETHER, BLOCK_R)
             if EARLY == 1 and PDL:
