@@ -3,7 +3,7 @@
 from math import prod
 
 from lorac.plan.kernels import ITEMSIZE, block_of
-from lorac.plan.model import BackendPlan, Buffer, ModulePlan
+from lorac.plan.model import BackendPlan, Buffer, DecodePlan, ModulePlan, PrefillPlan
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.spec.backend import Declaration
 
@@ -40,6 +40,12 @@ def b_shape(module: ModulePlan, slots: int, max_rank: int) -> tuple[int, ...]:
         experts = 1 if module.shared_b else module.local_experts
         return (module.instances, slots, experts, module.out_features, max_rank)
     return (module.instances, module.out_features, slots, max_rank)
+
+
+def room(decode: DecodePlan, prefill: PrefillPlan) -> tuple[int, int]:
+    """The most rows and the most requests of a step: what its metadata has room for."""
+    requests = prefill.max_requests if prefill.buckets else 0
+    return max((*decode.buckets, *prefill.buckets, 1)), max((*decode.buckets, requests, 1))
 
 
 def metadata_buffer(rows: int, requests: int, segments: int, slots: int) -> Buffer:

@@ -179,8 +179,7 @@ def _prefill_buckets(prefill: PrefillPlan, rule: Segments, slots: int, resolved)
 def _buffers(spec: Spec, planned, backends: list[BackendPlan], declarations, decode: DecodePlan, prefill: PrefillPlan):
     """Slot buffers, metadata, and each backend's scratch (which it fills in)."""
     slots = spec.adapters.slots
-    rows = max((*decode.buckets, *prefill.buckets, 1))
-    requests = max((*decode.buckets, prefill.max_requests, 1))
+    rows, requests = buffers.room(decode, prefill)
     entries = max(segment_slots(b.segments, rows, slots, requests) for b in backends)
     by_name = {module.name: module for module in planned}
     for index, backend in enumerate(backends):

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lorac.errors import BuildError, Problem, format_problems
+from lorac.plan.buffers import room
 from lorac.plan.kernels import block_of
 from lorac.plan.model import BackendPlan, KernelPlan, Launch, ModulePlan, Plan
 from lorac.render.environment import environment, render_template
@@ -135,14 +136,13 @@ def launch_row(kernel: KernelPlan, launch: Launch) -> tuple:
 
 
 def _limits(plan: Plan) -> dict[str, int | bool]:
-    decode, prefill = plan.decode.buckets, plan.prefill.buckets
-    requests = max((*decode, plan.prefill.max_requests if prefill else 0, 1))
+    rows, requests = room(plan.decode, plan.prefill)
     return {
-        "rows": max((*decode, *prefill, 1)),
+        "rows": rows,
         "requests": requests,
         "streams": plan.decode.streams,
         "agree": plan.agree,
-        "slots_block": max(2, 1 << (plan.slots - 1).bit_length()),
+        "slots_block": block_of(plan.slots, 2),
     }
 
 
