@@ -11,11 +11,6 @@ def templates_folder() -> Path:
     return _ROOT / "templates"
 
 
-def specs_folder() -> Path:
-    """The folder of example specs and their tuned tables."""
-    return _ROOT / "specs"
-
-
 def presets_folder() -> Path:
     """The folder of model presets."""
     return _PACKAGE / "spec" / "presets"

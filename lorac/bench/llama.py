@@ -11,6 +11,7 @@ from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_
 
 from lorac.runtime.breakable import break_here
 from lorac.runtime.step import Step
+from lorac.verify.slots import numbered
 
 _EPSILON = 1e-5
 _BASE = 500_000.0  # of the rotary embedding
@@ -135,20 +136,11 @@ def filled_slots(package: ModuleType, device: str | torch.device, ranks: list[in
 
     `swap(name)` puts another adapter into a slot, as a load would.
     """
+    ranks = [ranks[slot % len(ranks)] for slot in range(package.LAYOUT.slots)]
 
-    class Filled(package.Slots):
-        def slot_of(self, name: str) -> int:
-            return int(name)
-
-        def slot_rank(self, slot: int) -> int:
-            return ranks[slot % len(ranks)]
-
+    class Filled(numbered(package, ranks)):
         def ensure(self, names, *, use: bool = False) -> dict[str, int]:
             return {name: int(name) for name in names if name is not None}
-
-        def use(self, slots) -> None: ...
-
-        def release(self, slots) -> None: ...
 
         def swap(self, name: str) -> None:
             self.fill(int(name))

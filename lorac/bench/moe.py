@@ -18,6 +18,7 @@ from lorac.bench.moe_base import PlainMoe
 from lorac.bench.timing import capture, interleaved
 from lorac.runtime.load import load
 from lorac.tables import table
+from lorac.verify.slots import numbered
 
 ROWS = (1, 8, 64, 512)
 PREFILL = (128, 1024)
@@ -88,23 +89,14 @@ class Workload:
         step.prepare_slots(phase, [slot for slot, _ in runs], [count for _, count in runs])
 
     def _slots(self):
-        class Full(self.package.Slots):
-            """Slots named by number: nothing was loaded, so nothing is looked up, used or released."""
-
-            def slot_rank(self, slot: int) -> int:
-                return self.layout.max_rank
-
-            def use(self, slots) -> None: ...
-
-            def release(self, slots) -> None: ...
-
-        slots = Full(self.device)
+        layout = self.package.LAYOUT
+        slots = numbered(self.package, [layout.max_rank] * layout.slots)(self.device)
         for module in (self.up, self.down):
             for layer in self.layers:
                 a, b, rank, scale = slots.instance(module.name, layer)
                 a.normal_(generator=self.generator).mul_(module.in_features**-0.5)
-                b.normal_(generator=self.generator).mul_(slots.layout.max_rank**-0.5)
-                rank.fill_(slots.layout.max_rank)
+                b.normal_(generator=self.generator).mul_(layout.max_rank**-0.5)
+                rank.fill_(layout.max_rank)
                 scale.uniform_(0.5, 1.5, generator=self.generator)
         return slots
 

@@ -7,6 +7,7 @@ import torch
 from lorac import reference
 from lorac.runtime.layout import Module
 from lorac.runtime.step import Step
+from lorac.verify.slots import numbered
 
 # relative error of the worst row: fp32 accumulation, one rounding of h, and y rounded by the base GEMM and again
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -100,7 +101,7 @@ class Workload:
         """Base and LoRA in float64, of the module's first timed layer."""
         layer = self.layers[module][0]
         row_slot = row_slots(self.package, step.batch.rows, step.ticket.adapters)
-        key = (module, step.batch.rows, step.batch.padded, step.ticket.adapters, self.slots.current_rank)
+        key = (module, step.batch.rows, step.batch.padded, step.ticket.adapters, self.slots.slot_rank(0))
         if key not in self._expected:
             x = self.inputs(module, step)[: step.batch.rows]
             widths = [part.width for part in self.modules[module].slices]
@@ -149,26 +150,13 @@ def row_slots(package: ModuleType, rows: int, adapters: int) -> list[int]:
 
 def _full_slots(package: ModuleType, workload: Workload):
     """The package's Slots with a random adapter of the full rank in every slot of the workload's layers."""
+    ranks = [package.LAYOUT.max_rank] * package.LAYOUT.slots
 
-    class Full(package.Slots):
-        """Slots named by number: nothing was loaded, so nothing is looked up, used or released."""
-
-        current_rank = package.LAYOUT.max_rank
-
-        def slot_of(self, name: str) -> int:
-            return int(name)
-
-        def slot_rank(self, slot: int) -> int:
-            return self.current_rank
-
-        def use(self, slots) -> None: ...
-
-        def release(self, slots) -> None: ...
-
+    class Full(numbered(package, ranks)):
         def set_rank(self, rank: int) -> None:
             """Give every adapter this rank: kernels never look past it."""
-            if rank != self.current_rank:
-                self.current_rank = rank
+            if rank != ranks[0]:
+                ranks[:] = [rank] * len(ranks)
                 for table in self.rank.values():
                     table.fill_(rank)
 

@@ -9,16 +9,18 @@ import argparse
 import sys
 from pathlib import Path
 
+from lorac.commands.lists import names, sizes
+
 EXAMPLE = "lorac bench generated/llama31_8b --against sglang-triton_v2,vllm --plot tax.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `lorac bench` takes."""
     parser.add_argument("package", type=Path, metavar="PACKAGE", help="a generated package")
-    parser.add_argument("--backend", type=_names, default=[], metavar="A,B", help="default: all of the package")
-    parser.add_argument("--rows", type=_numbers, default=[], metavar="1,8,...", help="sizes; default: a usual set")
+    parser.add_argument("--backend", type=names, default=[], metavar="A,B", help="default: all of the package")
+    parser.add_argument("--rows", type=sizes, default=[], metavar="1,8,...", help="sizes; default: a usual set")
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="distinct layers a graph runs; default: 6")
-    parser.add_argument("--against", type=_names, default=[], metavar="ENGINES", help=f"of {_PEERS}")
+    parser.add_argument("--against", type=names, default=[], metavar="ENGINES", help=f"of {_PEERS}")
     parser.add_argument("--kernels", action="store_true", help="each kernel's time beside its floor, too")
     parser.add_argument("--host", action="store_true", help="only the host's share: preparing and launching")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
@@ -49,14 +51,3 @@ def run(args: argparse.Namespace) -> int:
 
         plot(report, args.plot)
     return 0 if report.complete else 1
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = sorted({int(number) for number in text.split(",")})
-    if not numbers or numbers[0] < 1:
-        raise argparse.ArgumentTypeError("sizes are whole numbers from 1")
-    return numbers

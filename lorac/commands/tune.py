@@ -8,14 +8,16 @@ import argparse
 import os
 from pathlib import Path
 
+from lorac.commands.lists import names, sizes
+
 EXAMPLE = "lorac tune specs/llama31_8b.yaml --backend triton,csgmv --budget 300"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `lorac tune` takes."""
     parser.add_argument("spec", type=Path, metavar="SPEC", help="a YAML file")
-    parser.add_argument("--backend", type=_names, metavar="A,B", help="default: every backend that has kernels")
-    parser.add_argument("--rows", type=_numbers, metavar="1,8,...", help="sizes of batches; default: a usual set")
+    parser.add_argument("--backend", type=names, metavar="A,B", help="default: every backend that has kernels")
+    parser.add_argument("--rows", type=sizes, metavar="1,8,...", help="sizes of batches; default: a usual set")
     parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="default: 300")
     parser.add_argument("--resume", action="store_true", help="go on from the journal of a search before")
 
@@ -55,14 +57,3 @@ def run(args: argparse.Namespace) -> int:
     show(1.0, outcome.ended)
     print(report(outcome))
     return 0
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = sorted({int(number) for number in text.split(",")})
-    if not numbers or numbers[0] < 1:
-        raise argparse.ArgumentTypeError("sizes are whole numbers from 1")
-    return numbers

@@ -26,18 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify and print the table."""
-    # CUDA graphs of TF32 products would hide behind a loose tolerance: the oracle asks for IEEE arithmetic
+    # products of float32 in TF32 would fail the float64 oracle's tolerance, which is that of IEEE arithmetic
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    from lorac.progress import bar
     from lorac.verify.run import verify
 
-    progress = _bar if sys.stderr.isatty() and not args.quiet else lambda done, total: None
-    report = verify(args.package, args.device, args.backend, args.max_rows, args.seed, progress)
+    show = bar() if sys.stderr.isatty() and not args.quiet else lambda share, words: None
+    report = verify(args.package, args.device, args.backend, args.max_rows, args.seed, show)
     if report.failures or not args.quiet:
         print(report.text())
     return 1 if report.failures else 0
-
-
-def _bar(done: int, total: int) -> None:
-    """One line that is drawn over itself."""
-    full = 40 * done // total
-    print(f"\r[{'#' * full}{'.' * (40 - full)}] {done}/{total}", end="\n" if done == total else "", file=sys.stderr)

@@ -5,7 +5,7 @@
 
 import torch
 
-from lorac.runtime.launch import Kernel
+from lorac.runtime.launch import Kernel, cdiv
 from lorac.runtime.metadata import MAPS, Metadata
 
 ROUTE_ROWS = 64  # rows of one program of `route`
@@ -14,7 +14,7 @@ ROUTE_ROWS = 64  # rows of one program of `route`
 def launch(route: Kernel, metadata: Metadata, by_request: bool) -> None:
     """One launch over every row the metadata has room for, so that whatever lies past the batch is neutralised."""
     maps = metadata.tensors
-    grid = (-(-metadata.rows // ROUTE_ROWS), MAPS)
+    grid = (cdiv(metadata.rows, ROUTE_ROWS), MAPS)
     route.run(
         route.launches[int(by_request)],
         grid,

@@ -4,15 +4,12 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from lorac.errors import Problem, SpecError
 from lorac.resources import templates_folder
 
 from .backend import Declaration, declaration_path
+from .described import read_described
 from .load import SpecFile
-from .source import read_source
-from .wording import problems_of
 
 
 @dataclass(frozen=True)
@@ -40,15 +37,7 @@ def find_folders(file: SpecFile) -> dict[str, BackendFolder]:
 
 def read_declaration(folder: Path) -> Declaration:
     """A folder's `backend.yaml`. Raises SpecError with its problems placed in that file."""
-    source = read_source(declaration_path(folder))
-    try:
-        declaration = Declaration.model_validate(source.data)
-    except ValidationError as error:
-        found = problems_of(error, Declaration)
-        raise SpecError([*source.problems, *(source.place(problem) for problem in found)]) from None
-    if source.problems:
-        raise SpecError(list(source.problems))
-    return declaration
+    return read_described(declaration_path(folder), Declaration)[1]
 
 
 def _locate(base: Path, templates: str | None, kind: str, block: str) -> Path:

@@ -6,14 +6,15 @@ A table lies in `tuned/<name>.<gpu>.yaml` beside the spec `<name>` and serves it
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from lorac.errors import Problem, SpecError
 
 from .backend import Declaration, Identifier, Kernel, Tile
+from .described import read_described
 from .load import SpecFile
-from .source import Source, read_source
-from .wording import nearest, problems_of
+from .source import Source
+from .wording import nearest
 
 FOLDER = "tuned"
 
@@ -40,7 +41,7 @@ def tuned_tiles(file: SpecFile, declarations: dict[str, Declaration]) -> Tiles:
     tables: dict[str, tuple[Table, Source]] = {}
     for path in sorted((file.folder / FOLDER).glob(f"{spec.name}.*.yaml")):
         try:
-            source, table = _read(path)
+            source, table = read_described(path, Table)
         except SpecError as error:
             problems += error.problems
             continue
@@ -63,18 +64,6 @@ def tuned_tiles(file: SpecFile, declarations: dict[str, Declaration]) -> Tiles:
             for stage, rows in stages.items():
                 into[stage] = (*into.get(stage, ()), *((tile, table.gpu) for tile in rows))
     return tiles
-
-
-def _read(path: Path) -> tuple[Source, Table]:
-    source = read_source(path)
-    try:
-        table = Table.model_validate(source.data)
-    except ValidationError as error:
-        found = problems_of(error, Table)
-        raise SpecError([*source.problems, *(source.place(problem) for problem in found)]) from None
-    if source.problems:
-        raise SpecError(list(source.problems))
-    return source, table
 
 
 def _check(table: Table, name: str, declarations: dict[str, Declaration]) -> list[Problem]:

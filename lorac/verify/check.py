@@ -8,6 +8,7 @@ from lorac import reference
 from lorac.runtime.layout import Module
 from lorac.runtime.step import Step
 from lorac.verify.cases import Case
+from lorac.verify.slots import numbered
 
 # relative error of the whole output (Frobenius norm), with fp32 accumulation and one rounding of h and of y
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -61,21 +62,10 @@ def filled_slots(package, device: str, layers: dict[str, list[int]], generator: 
 
     Only the instances of `layers` are filled. What lies past a rank stays zero, as loading leaves it.
     """
-
-    class Filled(package.Slots):
-        """Slots that are named by number: nothing was loaded, so nothing is looked up, used or released."""
-
-        def slot_rank(self, slot: int) -> int:
-            return ranks[slot]
-
-        def use(self, slots) -> None: ...
-
-        def release(self, slots) -> None: ...
-
-    slots = Filled(device)
-    limit = slots.layout.max_rank
+    limit = package.LAYOUT.max_rank
     choices = [1, limit, *sorted({max(1, limit // 2), max(1, limit // 4 + 1), min(limit, 8)})]
-    ranks = [choices[slot % len(choices)] for slot in range(slots.layout.slots)]
+    ranks = [choices[slot % len(choices)] for slot in range(package.LAYOUT.slots)]
+    slots = numbered(package, ranks)(device)
     for slot, rank in enumerate(ranks):
         for module in slots.layout.modules:
             for layer in layers[module.name]:

@@ -47,7 +47,7 @@ def verify(
     backends: list[str] | None = None,
     most_rows: int | None = None,
     seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    show: Callable[[float, str], None] = lambda share, words: None,
 ) -> Report:
     """Check a package on the device there is. Raises PackageError where no backend can run there.
 
@@ -73,7 +73,7 @@ def verify(
                 if outcome.problem:
                     report.failures.append(_explain(step, case, package, module, layer, outcome, generator))
             done += 1
-            progress(done, total)
+            show(done / total, f"{done} of {total} batches")
     return report
 
 

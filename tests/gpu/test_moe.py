@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lorac import reference
+from lorac.verify.slots import numbered
 
 pytestmark = pytest.mark.gpu
 SPEC = {
@@ -30,16 +31,8 @@ class Served:
     """One layer with random weights and an adapter of each rank, in slots named by number."""
 
     def __init__(self, package, ranks: tuple[int, ...], generator: torch.Generator):
-        class Filled(package.Slots):
-            def slot_rank(self, slot: int) -> int:
-                return ranks[slot]
-
-            def use(self, slots): ...
-
-            def release(self, slots): ...
-
         self.package, self.generator, self.ranks = package, generator, ranks
-        self.slots = Filled("cuda")
+        self.slots = numbered(package, ranks)("cuda")
         self.up, self.down = (package.LAYOUT.by_name[name] for name in ("experts_gate_up", "experts_down"))
         self.experts, self.top_k = self.up.experts.local, self.up.experts.top_k
         self.step = package.Step(self.slots, "fused")

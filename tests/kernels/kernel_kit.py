@@ -10,6 +10,7 @@ from lorac import reference
 from lorac.runtime.layout import Module
 from lorac.spec.backend import Declaration
 from lorac.spec.folders import read_declaration
+from lorac.verify.slots import numbered
 
 torch.set_num_threads(1)  # nothing here is large, and the interpreter itself is serial
 
@@ -91,19 +92,8 @@ class Bench:
 
     def __init__(self, package, kind: Kind, generator: torch.Generator, ranks: tuple[int, ...] = RANKS):
         ranks = [min(rank, package.LAYOUT.max_rank) for rank in ranks]
-
-        class Filled(package.Slots):
-            """Slots that nothing was loaded into, so nothing is looked up or counted."""
-
-            def slot_rank(self, slot: int) -> int:
-                return ranks[slot]
-
-            def use(self, slots): ...
-
-            def release(self, slots): ...
-
         self.package, self.kind, self.ranks, self.generator = package, kind, ranks, generator
-        self.slots = Filled("cpu")
+        self.slots = numbered(package, ranks)("cpu")
         self.dtype, self.layout = self.slots.dtype, package.LAYOUT
         # kernels that know an adapter's rank read nothing past it (of B, past a whole 16); others rely on zeros there
         self.fill(float("nan") if kind.declaration.kernels else 0.0)

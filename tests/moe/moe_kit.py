@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from lorac import reference
+from lorac.verify.slots import numbered
 
 TINY = Path(__file__).parents[2] / "specs" / "tiny_moe.yaml"
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}  # of each row alone
@@ -34,18 +35,8 @@ class Bench:
     """A package with an adapter of each rank in its slots, filled by number, and one step per backend."""
 
     def __init__(self, package, ranks: tuple[int, ...], generator: torch.Generator):
-        class Filled(package.Slots):
-            """Slots that nothing was loaded into, so nothing is looked up or counted."""
-
-            def slot_rank(self, slot: int) -> int:
-                return ranks[slot]
-
-            def use(self, slots): ...
-
-            def release(self, slots): ...
-
         self.package, self.generator = package, generator
-        self.slots = Filled("cpu")
+        self.slots = numbered(package, ranks)("cpu")
         self.layout, self.dtype = package.LAYOUT, self.slots.dtype
         self.gate_up, self.down = (self.layout.by_name[name] for name in ("experts_gate_up", "experts_down"))
         experts = self.gate_up.experts

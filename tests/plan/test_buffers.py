@@ -5,8 +5,8 @@ import pytest
 
 
 def metadata_of(graphs: dict) -> int:
-    (found,) = (buffer.bytes for buffer in kit.plan_of(kit.spec_data(graphs=graphs)).buffers if buffer.name == "metadata")
-    return found
+    plan = kit.plan_of(kit.spec_data(graphs=graphs))
+    return {buffer.name: buffer.bytes for buffer in plan.buffers}["metadata"]
 
 
 @pytest.mark.parametrize("requests", [1, 200])
