@@ -1,7 +1,9 @@
 """From the packed description of a batch to the per-row and per-segment tensors kernels read.
 
-`launch` runs the generated `route` kernel; `on_host` does the same in Python, for a CPU without the interpreter.
+`launcher` is for the generated `route` kernel; `on_host` does the same in Python, for a CPU without the interpreter.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -11,11 +13,11 @@ from lorac.runtime.metadata import MAPS, Metadata
 ROUTE_ROWS = 64  # rows of one program of `route`
 
 
-def launch(route: Kernel, metadata: Metadata, by_request: bool) -> None:
+def launcher(route: Kernel, metadata: Metadata, by_request: bool) -> Callable[[], None]:
     """One launch over every row the metadata has room for, so that whatever lies past the batch is neutralised."""
     maps = metadata.tensors
     grid = (cdiv(metadata.rows, ROUTE_ROWS), MAPS)
-    route.run(
+    return route.bind(
         route.launches[int(by_request)],
         grid,
         packed=metadata.packed,

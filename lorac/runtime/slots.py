@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from lorac.runtime.buffers import Buffers
 from lorac.runtime.errors import ShapeError, SlotError
 from lorac.runtime.layout import Layout
 from lorac.runtime.registry import Registry, Source
-from lorac.runtime.residents import Resident, Residents
+from lorac.runtime.residents import Resident, Residents, slots_of
 
 if TYPE_CHECKING:
     from lorac.runtime.adapters import Adapter
@@ -94,6 +94,15 @@ class Slots:
         """The slot of a resident adapter. Raises SlotError for one that is not resident, or not known."""
         with self.lock:
             return self._resident(name).slot
+
+    def lookup(self, names: Collection[str | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The slot of each name, -1 for None; and the slots among them, ascending. Raises SlotError as `slot_of`."""
+        with self.lock:
+            slots = self._residents.slots
+            distinct = set(names)
+            for absent in distinct.difference(slots):
+                self._resident(absent)  # which raises: it is in no slot
+            return slots_of(slots, names), tuple(sorted({slots[name] for name in distinct} - {-1}))
 
     def slot_rank(self, slot: int) -> int:
         """The largest rank of the adapter in a slot, 0 for an empty one."""

@@ -20,6 +20,7 @@ from lorac.runtime.metadata import UNCUT, Metadata
 from lorac.runtime.segments import Grid, decode_grid, prefill_grid, segment_slots
 from lorac.runtime.ticket import Admission, Batch, PackageTables, Ticket
 
+_REMEMBERED = 64  # batches
 _numbers = itertools.count()
 _steps: "weakref.WeakValueDictionary[int, Step]" = weakref.WeakValueDictionary()
 
@@ -72,6 +73,8 @@ class Step:
         self.batch: Batch | None = None
         self.logits: Batch | None = None
         self._overflow: Metadata | None = None
+        self._found: dict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._found_at = -1
         self._scratch: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
         self._serials = itertools.count(1)
@@ -102,7 +105,7 @@ class Step:
         """As the other `prepare` methods, with requests named by slot number (-1: base) and their rows."""
         with self.slots.lock:
             held = tuple(sorted(set(slots) - {-1}))
-            return self._admit(phase, array("i", slots), held, starts_of(rows), logits and starts_of(logits), 1)
+            return self._admit(phase, tuple(slots), held, starts_of(rows), logits and starts_of(logits), 1)
 
     def finish(self) -> None:
         """Withdraw the ticket: its batch is over, and its adapters may make room for the next one's."""
@@ -173,7 +176,7 @@ class Step:
         adapters, rank = self.tables.VARIANTS[variant]
         requests = bucket // rows_per_request if phase == "decode" else grid.requests
         count = min(adapters, requests)
-        slots = array("i", (i % count if count else -1 for i in range(requests)))
+        slots = tuple(i % count if count else -1 for i in range(requests))
         starts = array("i", (i * bucket // requests for i in range(requests + 1)))
         self.ticket, self.batch, self.logits = None, None, None
         tokens = (slots, starts, bucket, grid.chunk or UNCUT)
@@ -222,21 +225,25 @@ class Step:
         if not names and self.agreement is None:
             raise ShapeError("a batch needs at least one request")
         with self.slots.lock:  # no slot changes between finding the adapters and counting this batch as their user
-            distinct = set(names)
-            distinct.discard(None)
             try:
-                lookup = {name: self.slots.slot_of(name) for name in distinct}
+                slots, held = self._find(names)
             except Exception:
                 if self.agreement is not None:
                     self.agreement.withdraw()  # the other ranks wait for this one's answer
                 raise
-            held = tuple(sorted(lookup.values()))
-            lookup[None] = -1
-            slots = array("i", [lookup[name] for name in names])
             return self._admit(phase, slots, held, starts, logit_starts, rows_per_request)
 
+    def _find(self, names: list) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """`Slots.lookup` of a batch. Decode repeats its batch step after step: answers are kept while they hold."""
+        if self._found_at != self.slots.generation or len(self._found) == _REMEMBERED:
+            self._found, self._found_at = {}, self.slots.generation
+        batch = tuple(names)
+        if batch not in self._found:
+            self._found[batch] = self.slots.lookup(names)
+        return self._found[batch]
+
     def _admit(
-        self, phase: str, slots: array, held: tuple[int, ...], starts: array, logit_starts: array | None,
+        self, phase: str, slots: tuple[int, ...], held: tuple[int, ...], starts: array, logit_starts: array | None,
         rows_per_request: int,
     ) -> Ticket:  # fmt: skip
         rank = max(map(self.slots.slot_rank, held), default=0)
@@ -244,7 +251,7 @@ class Step:
         asked = Question(phase, rows, requests, len(held), rank, rows_per_request)
         if self.agreement is not None:
             asked = self.agreement.settle(asked)
-        phase, rows_per_request = asked.phase, asked.rows_per_request
+            phase, rows_per_request = asked.phase, asked.rows_per_request
         admission = self.tables.admit(self.backend_name, phase, asked.rows, asked.requests, asked.adapters, asked.rank)
         if asked.refused:
             admission = Admission(0, admission.variant, asked.refused, asked.refused)
@@ -295,7 +302,9 @@ class Step:
         # a decode batch has one request per row: by request, its rows are merged by adapter instead
         by_request = self.segments.by == "request" and phase != "decode"
         if self.device.type == "cuda" or interpreted():
-            routing.launch(self.tables.ROUTE, metadata, by_request)
+            if by_request not in metadata.routes:
+                metadata.routes[by_request] = routing.launcher(self.tables.ROUTE, metadata, by_request)
+            metadata.routes[by_request]()
         else:
             routing.on_host(metadata, maps, by_request)
 

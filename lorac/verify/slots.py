@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from types import ModuleType
 
+from lorac.runtime.residents import slots_of
+
 
 def numbered(package: ModuleType, ranks: Sequence[int]) -> type:
     """The package's Slots, named by number, with an adapter of `ranks[slot]` in each once its tensors are filled.
@@ -10,9 +12,11 @@ def numbered(package: ModuleType, ranks: Sequence[int]) -> type:
     Nothing was loaded, so nothing is looked up, used or released.
     """
 
+    numbers = {None: -1} | {str(slot): slot for slot in range(len(ranks))}
+
     class Numbered(package.Slots):
-        def slot_of(self, name: str) -> int:
-            return int(name)
+        def lookup(self, names) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            return slots_of(numbers, names), tuple(sorted({numbers[name] for name in set(names)} - {-1}))
 
         def slot_rank(self, slot: int) -> int:
             return ranks[slot]

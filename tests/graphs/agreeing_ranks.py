@@ -21,7 +21,7 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     package = lorac.load(folder)
     slots = package.Slots("cpu")
-    slots.slot_of = lambda name: _slot(name)
+    slots.lookup = _lookup
     slots.slot_rank = lambda slot: 4 * (slot + 1)
     slots.use = slots.release = lambda held: None
     step = package.Step(slots, "torch")
@@ -73,10 +73,11 @@ def say(rank: int, *answer) -> None:
     os.write(1, (" ".join(map(str, ("answer", rank, *answer))) + "\n").encode())
 
 
-def _slot(name: str) -> int:
-    if name not in "abcd":
+def _lookup(names: list[str | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    for name in set(names) - {None, *"abcd"}:
         raise SlotError(f"no adapter is called {name!r}")
-    return "abcd".index(name)
+    slots = tuple(-1 if name is None else "abcd".index(name) for name in names)
+    return slots, tuple(sorted(set(slots) - {-1}))
 
 
 if __name__ == "__main__":

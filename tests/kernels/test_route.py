@@ -76,7 +76,7 @@ def test_routes_agree(tables, larger, first, second, by_request):
             getattr(row_map, name)[: SLOTS if name == "active" else None].fill_(77)
     for maps in ([larger, larger], [first, second], [second]):
         by_kernel.write(maps)
-        routing.launch(tables.ROUTE, by_kernel, by_request)
+        routing.launcher(tables.ROUTE, by_kernel, by_request)()
         routing.on_host(by_host, maps, by_request)
         empty = (array("i"), array("i", [0]), 0, UNCUT)
         for row_map, batch in zip(by_kernel.maps, [*maps, empty], strict=False):
