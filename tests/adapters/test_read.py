@@ -120,6 +120,17 @@ def test_a_frozen_copy_of_the_embedding_is_accepted_only_in_its_own_shape(tmp_pa
                 read_adapter(tmp_path, kit.layout())
 
 
+@pytest.mark.parametrize("name", ["lm_head", "model.lm_head", "model.unembed_tokens"])
+def test_names_of_the_head(name, tmp_path):
+    tensors = {
+        f"base_model.model.{name}.lora_A.weight": torch.randn(4, kit.HIDDEN),
+        f"base_model.model.{name}.lora_B.weight": torch.randn(kit.VOCAB, 4),
+    }
+    kit.write(tmp_path, tensors, target_modules="all-linear")
+    part = read_adapter(tmp_path, kit.layout()).part("lm_head", 0, 0)
+    assert all(map(torch.equal, (part.a, part.b), tensors.values()))
+
+
 # --- experts
 
 

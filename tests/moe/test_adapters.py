@@ -28,9 +28,9 @@ NAMES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "
 ROWS = ["a", None, "b", "b", "a", None, "a"]
 
 
-def package_of(build, family: str):
+def package_of(build, family: str, shared: bool = False):
     """A package for the small models: attention's output and the experts take adapters."""
-    data = kit.spec(hidden=32, width=24, count=4, top_k=2, slots=2, max_rank=8)
+    data = kit.spec(hidden=32, width=24, count=4, top_k=2, slots=2, max_rank=8, shared=shared)
     data["model"]["linears"] = {"o_proj": {"path": "self_attn.o_proj", "in": 32, "out": 32}}
     data["model"]["experts"] |= {"path": PATHS[family], "names": list(NAMES[family])}
     data["adapters"]["targets"] = ["o_proj", "experts"]
@@ -177,6 +177,44 @@ def test_one_pair_for_every_expert(build, family, one_expert_each, generator):
         served = block(x[None])[0]
     expected = torch.where(torch.tensor([True, False, True, True, False])[:, None], served, bare)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(served[0], bare[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["fused", "torch"])
+def test_experts_that_share_their_outer_factors(build, backend, tmp_path, generator):
+    """One A for gate and up and one B for down, packed as trainers of such adapters write them, in slots as small."""
+    rank, tensors = 4, {}
+    shapes = {"w1": ((1, rank, 32), (4, 24, rank)), "w3": ((1, rank, 32), (4, 24, rank)),
+              "w2": ((4, rank, 24), (1, 32, rank))}  # fmt: skip
+    for layer in range(2):
+        for name, pair in shapes.items():
+            for side, shape in zip("AB", pair, strict=True):
+                key = f"base_model.model.model.layers.{layer}.mlp.experts.{name}.lora_{side}.weight"
+                tensors[key] = torch.randn(shape, generator=generator) * 0.3
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": "all-linear"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    package = package_of(build, "qwen3_moe", shared=True)
+    slots = package.Slots("cpu")
+    slots.load(tmp_path, name="a")
+    assert slots.a["experts_gate_up"].shape[2] == slots.b["experts_down"].shape[2] == 1
+    block = base_model("qwen3_moe").model.layers[1].mlp
+    x = torch.randn(3, 32, generator=generator)
+    step = package.Step(slots, backend)
+    step.prepare(["a", None, "a"])
+    delta = {
+        name: 2.0 * tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"]
+        for name in shapes
+        for key in [f"base_model.model.model.layers.1.mlp.experts.{name}"]
+    }
+    with torch.no_grad():
+        ids, weights = routed(block, x)
+        bare, experts = block(x[None])[0], block.experts
+        y = package.moe(1, x, ids, weights, experts.gate_up_proj.clone(), experts.down_proj.clone(), step)
+        experts.gate_up_proj += torch.cat([delta["w1"], delta["w3"]], 1)
+        experts.down_proj += delta["w2"]
+        served = block(x[None])[0]
+    torch.testing.assert_close(y, torch.stack([served[0], bare[1], served[2]]), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(served[0], bare[0], rtol=1e-2)
 
 

@@ -26,7 +26,7 @@ def check_agreement(
     try:
         for pair in pairs:
             parameter = config.parameters and experts.is_stack(pair.module)
-            if not parameter and not any(map(targets.matches, aliases(pair.module))):
+            if not parameter and not _selects(targets, pair.module):
                 problems.add("not among target_modules of adapter_config.json, so PEFT would ignore it", pair.a.name)
         if not problems.found:
             _check_layers(targets, placed, layout, problems)
@@ -40,15 +40,17 @@ def _check_layers(targets: Targets, placed: list[Placement], layout: Layout, pro
     absent -= {item.module.layers[item.instance] for item in inside}
     templates = {_LAYER.sub("layers.{}.", item.pair.module, count=1) for item in inside}
     lost = [
-        layer
-        for layer in sorted(absent)
-        if any(targets.matches(name) for template in templates for name in aliases(template.format(layer)))
+        layer for layer in sorted(absent) if any(_selects(targets, template.format(layer)) for template in templates)
     ]
     if lost:
         problems.add(
             f"no tensors for layers {_ranges(lost)}, which target_modules selects in a model of {layout.layers}: "
             "the file is incomplete, or of a smaller model; list the layers in layers_to_transform if that is meant"
         )
+
+
+def _selects(targets: Targets, module: str) -> bool:
+    return any(targets.matches(name) for meant in experts.meant_by(module) for name in aliases(meant))
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -13,7 +13,9 @@ _NEUTRAL = frozenset(
     "base_model_name_or_path revision task_type auto_mapping inference_mode lora_dropout megatron_core runtime_config "
     "fan_in_fan_out qalora_group_size loftq_config eva_config corda_config lora_ga_config velora_config merge_weights "
     "peft_type peft_version init_lora_weights r lora_alpha use_rslora rank_pattern alpha_pattern target_modules "
-    "target_parameters exclude_modules layers_to_transform layers_pattern bias ensure_weight_tying".split()
+    "target_parameters exclude_modules layers_to_transform layers_pattern bias ensure_weight_tying "
+    # how experts' tensors are laid out, which their names and shapes tell as well
+    "moe_parameterization moe_hybrid_shared_lora _sglang_lora_format".split()
 )
 _RETRAIN = "train without it, or merge the adapter into a copy of the base model"
 # Fields that change what is computed: the reason and the remedy where one of them is active.

@@ -1,22 +1,30 @@
-"""Adapters of mixtures of experts: one pair per expert and projection, or one pair for a whole 3-D parameter.
+"""Adapters of mixtures of experts: one pair per expert and projection, or one pair for all experts of a layer.
 
-PEFT's `target_parameters` flattens all experts into one pair: in A [experts * r, in] the expert is slowest, in
-B [out, r * experts] it is fastest. Of a parameter [experts, dim1, dim2], PEFT 0.17 and 0.18 call dim1 the input, dim2
-the output; since 0.19 that is so only where the module says `is_transposed` (gpt-oss), and elsewhere dim2 is the input.
-So files of 0.17 and 0.18 are *swapped* for parameters stored [experts, out, in]: their A holds the output's side.
+A pair for all experts is *packed* where its factors have three dimensions, A [experts, r, in] and B [experts, out, r];
+the first is 1 in a factor that the experts share. PEFT itself writes no such files: its `target_parameters` flattens
+all experts, in A [experts * r, in] the expert is slowest, in B [out, r * experts] it is fastest. Of a parameter
+[experts, dim1, dim2], PEFT 0.17 and 0.18 call dim1 the input, dim2 the output; since 0.19 that is so only where the
+module says `is_transposed` (gpt-oss), and elsewhere dim2 is the input. So files of 0.17 and 0.18 are *swapped* for
+parameters stored [experts, out, in]: their A holds the output's side.
 """
 
 import re
 from dataclasses import dataclass
+
+import torch
 
 from lorac.runtime.adapters.config import AdapterConfig
 from lorac.runtime.adapters.names import Pair, Place, locate
 from lorac.runtime.adapters.problems import Problems
 from lorac.runtime.layout import Layout, Module
 
-_ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_GATE, _UP, _DOWN = ("gate",), ("up",), ("down",)
+_ROLES = {
+    "gate_proj": _GATE, "w1": _GATE, "up_proj": _UP, "w3": _UP, "down_proj": _DOWN, "w2": _DOWN,
+    "gate_up_proj": _GATE + _UP,
+}  # fmt: skip
 _PARENTS = r"(?:mlp|block_sparse_moe|feed_forward)"  # the same block under the names checkpoints have given it
-_ONE = re.compile(_PARENTS + r"\.experts\.(0|[1-9][0-9]{0,4})\.(" + "|".join(_ROLES) + ")")
+_PROJECTION = re.compile(_PARENTS + r"\.experts(?:\.(0|[1-9][0-9]{0,4}))?\.(" + "|".join(_ROLES) + ")")
 _STACK = re.compile(_PARENTS + r"\.experts(\.base_layer)?")
 _PARAMETERS = {("gate", "up"): "gate_up_proj", ("down",): "down_proj"}
 
@@ -27,6 +35,15 @@ class Stack:
 
     count: int
     swapped: bool
+    packed: bool
+
+    def by_expert(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [experts, r, in] and B [experts, out, r], as views."""
+        if self.packed:
+            return a.expand(self.count, -1, -1), b.expand(self.count, -1, -1)
+        a = a.view(self.count, -1, a.shape[1])
+        b = b.view(b.shape[0], -1, self.count).permute(2, 0, 1)
+        return (b.mT, a.mT) if self.swapped else (a, b)
 
 
 @dataclass(frozen=True)
@@ -36,20 +53,27 @@ class Target:
     module: Module
     roles: tuple[str, ...]
     expert: int | None
+    packed: bool = False
 
     def matched_name(self, module: str) -> str:
         """The name PEFT matches rank_pattern and alpha_pattern against: a parameter's, where the pair is of one."""
-        return module if self.expert is not None else f"{module.removesuffix('.base_layer')}.{_PARAMETERS[self.roles]}"
+        if self.expert is not None or self.packed:
+            return module
+        return f"{module.removesuffix('.base_layer')}.{_PARAMETERS[self.roles]}"
 
     def stack(self, swapped: bool) -> Stack | None:
         """How the pair holds all experts, if it does."""
-        return None if self.expert is not None else Stack(self.module.experts.count, swapped)
+        if self.expert is not None:
+            return None
+        return Stack(self.module.experts.count, swapped and not self.packed, self.packed)
 
-    def shapes(self, rank: int, swapped: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The expected shapes of A and B."""
+    def shapes(self, rank: int, swapped: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The expected shapes of A and B; of a packed factor that the experts share, the first dimension is 1."""
         inside, outside = self.module.full_in_features, sum(part.full_width for _, part in self._slices())
         if self.expert is not None:
             return (rank, inside), (outside, rank)
+        if self.packed:
+            return (self.module.experts.count, rank, inside), (self.module.experts.count, outside, rank)
         flat = rank * self.module.experts.count
         return ((flat, outside), (inside, flat)) if swapped else ((flat, inside), (outside, flat))
 
@@ -72,13 +96,23 @@ class Target:
 
 def is_expert_path(path: str) -> bool:
     """Whether a path inside a decoder layer is one of routed experts."""
-    return bool(_ONE.fullmatch(path) or _STACK.fullmatch(path))
+    return bool(_PROJECTION.fullmatch(path) or _STACK.fullmatch(path))
 
 
 def is_stack(module: str) -> bool:
     """Whether a module's name is that of all experts together, as `target_parameters` has it."""
     place = locate(module)
     return place is not None and _STACK.fullmatch(place.path) is not None
+
+
+def meant_by(module: str) -> list[str]:
+    """The names that target_modules may have for a module: its own, or an expert's where PEFT writes no such tensor."""
+    place = locate(module)
+    found = place and _PROJECTION.fullmatch(place.path)
+    if not found or (found[1] and found[2] != "gate_up_proj"):
+        return [module]
+    parent = module.removesuffix(found[2])
+    return [parent + name for name, roles in _ROLES.items() if set(roles) & set(_ROLES[found[2]])]
 
 
 def without_index(path: str) -> str:
@@ -89,10 +123,10 @@ def without_index(path: str) -> str:
 def resolve(pair: Pair, place: Place, layout: Layout) -> Target | None:
     """What the pair adapts; None where the package has no such experts."""
     modules = [module for module in layout.modules if module.kind == "experts"]
-    if one := _ONE.fullmatch(place.path):
-        index, role = int(one[1]), _ROLES[one[2]]
-        found = (module for module in modules if role in _roles(module) and index < module.experts.count)
-        return next((Target(module, (role,), index) for module in found), None)
+    if found := _PROJECTION.fullmatch(place.path):
+        index, roles = None if found[1] is None else int(found[1]), _ROLES[found[2]]
+        fitting = (m for m in modules if set(roles) <= set(_roles(m)) and (index or 0) < m.experts.count)
+        return next((Target(module, roles, index, packed=index is None) for module in fitting), None)
     for module in modules:
         target = Target(module, _roles(module), None)
         if _conventions(pair, target):
@@ -136,4 +170,4 @@ def _conventions(pair: Pair, target: Target) -> set[bool]:
 
 
 def _roles(module: Module) -> tuple[str, ...]:
-    return tuple(_ROLES[name] for name in module.experts.names)
+    return tuple(_ROLES[name][0] for name in module.experts.names)

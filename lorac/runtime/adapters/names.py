@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lorac.runtime.adapters.problems import Problems
+from lorac.runtime.adapters.shared import share_halves
 from lorac.runtime.adapters.tensors import Header
 
 # What may stand before `layers.<i>.`, `embed_tokens` and `lm_head`: the text model, alone or inside a wrapper.
@@ -12,6 +13,7 @@ from lorac.runtime.adapters.tensors import Header
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _PARTS = frozenset(("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"))
+_OTHER_NAMES = {"unembed_tokens": "lm_head"}
 _LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,4})\.(.+)")
 _NAME = re.compile(r"[\w.\-]{1,300}")
 # Tensors that are not A or B, by a word in their name: what they are and what to do.
@@ -70,6 +72,7 @@ def pair_tensors(headers: Iterable[Header], problems: Problems) -> tuple[list[Pa
     if len(adapters) > 1:
         names = ", ".join(name or "unnamed" for name in sorted(adapters))
         problems.add(f"the file holds several adapters ({names}); save each in a folder of its own")
+    share_halves(halves, problems)
     pairs = []
     for (module, embedding), half in halves.items():
         if len(half) == 2:
@@ -90,8 +93,8 @@ def locate(module: str) -> Place | None:
         if not module.startswith(prefix):
             continue
         rest = module[len(prefix) :]
-        if rest in ("lm_head", "embed_tokens"):
-            return Place(None, rest)
+        if rest in ("lm_head", "embed_tokens", "unembed_tokens"):
+            return Place(None, _OTHER_NAMES.get(rest, rest))
         if found := _LAYER.fullmatch(rest):
             return Place(int(found[1]), found[2])
     return None

@@ -1,6 +1,7 @@
 """One adapter as one buffer in the slots' own order, so that bringing it to the device is a single copy."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from lorac.runtime.adapters.names import Pair
 from lorac.runtime.adapters.place import Placement
 from lorac.runtime.adapters.problems import Problems
-from lorac.runtime.adapters.tensors import TensorFile
+from lorac.runtime.adapters.tensors import Header, TensorFile
 from lorac.runtime.layout import Layout, Module
 
 _ALIGN = 256  # bytes; every table starts on such a boundary
@@ -134,13 +135,16 @@ def pack(folder: str, placed: list[Placement], file: TensorFile, layout: Layout,
     for item in placed:
         by_pair.setdefault(item.pair, []).append(item)
     effective, shared = False, set()
+
+    @lru_cache(8)  # one factor that all experts share is in the pair of each
+    def read(header: Header) -> torch.Tensor:
+        return _convert(file.read(header.name).view(header.shape), header.name, dtype, problems)
+
     for pair, items in by_pair.items():
-        a, b = (_convert(file.read(header.name), header.name, dtype, problems) for header in (pair.a, pair.b))
+        a, b = read(pair.a), read(pair.b)
         effective = effective or bool(a.any() and b.any())
         if stack := items[0].stack:
-            a = a.view(stack.count, -1, a.shape[1])
-            b = b.view(b.shape[0], -1, stack.count).permute(2, 0, 1)
-            a, b = (b.mT, a.mT) if stack.swapped else (a, b)
+            a, b = stack.by_expert(a, b)
         for item in items:
             _write(item, a, b[..., item.rows, :], tables[item.module.name], layout, shard, shared, problems)
     file.check_unchanged()

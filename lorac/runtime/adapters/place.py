@@ -114,9 +114,13 @@ def _place_experts(
     name = target.matched_name(pair.module)
     rank, scale = config.rank_of(name), config.scale_of(name)
     shape_a, shape_b = target.shapes(rank, swapped)
-    many = "" if target.stack(swapped) is None else "experts * "
-    _check_shape(pair.a, shape_a, f"[{many}rank, in]", problems)
-    _check_shape(pair.b, shape_b, f"[out, {many}rank]", problems)
+    if target.packed:
+        _check_shape(pair.a, _shared(pair.a, shape_a), "[experts or 1, rank, in]", problems)
+        _check_shape(pair.b, _shared(pair.b, shape_b), "[experts or 1, out, rank]", problems)
+    else:
+        many = "" if target.stack(swapped) is None else "experts * "
+        _check_shape(pair.a, shape_a, f"[{many}rank, in]", problems)
+        _check_shape(pair.b, shape_b, f"[out, {many}rank]", problems)
     _check_rank(rank, experts.without_index(place.path), layout, problems)
     instance, stack = module.layers.index(place.layer), target.stack(swapped)
     return [
@@ -134,7 +138,12 @@ def _has_layer(layer: int | None, module: Module, pair: Pair, layout: Layout, pr
     return False
 
 
-def _check_shape(header: Header, expected: tuple[int, int], meaning: str, problems: Problems) -> None:
+def _shared(header: Header, expected: tuple[int, ...]) -> tuple[int, ...]:
+    """The expected shape of a packed factor, which has one for all experts if its first dimension is 1."""
+    return (1, *expected[1:]) if header.shape[:1] == (1,) else expected
+
+
+def _check_shape(header: Header, expected: tuple[int, ...], meaning: str, problems: Problems) -> None:
     """Note a shape that is not exactly the expected one; nothing is ever broadcast."""
     if header.shape != expected:
         problems.add(
