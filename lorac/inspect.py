@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lorac.runtime.adapters import Adapter, read_adapter
 from lorac.runtime.adapters.config import AdapterConfig, read_config
+from lorac.runtime.adapters.experts import matched_names
 from lorac.runtime.adapters.names import Pair, locate, pair_tensors
 from lorac.runtime.adapters.problems import Problems
 from lorac.runtime.adapters.tensors import Header, open_tensors
@@ -95,10 +96,15 @@ def _contents(pairs: Iterable[Pair], config: AdapterConfig | None) -> str:
         groups.setdefault(re.sub(r"\.\d+\.", ".*.", path), []).append(pair)
     rows = []
     for path, members in sorted(groups.items()):
-        scales = _several(f"{config.scale_of(pair.module):g}" for pair in members) if config else ""
+        scales = _several(f"{scale:g}" for pair in members for scale in _scales(config, pair)) if config else ""
         shapes = [_several(str(list(getattr(pair, side).shape)) for pair in members) for side in "ab"]
         rows.append((path, len(members), *shapes, scales))
     return table(("projection", "count", "A", "B", "scale"), rows)
+
+
+def _scales(config: AdapterConfig, pair: Pair) -> list[float]:
+    """The scale of a pair; the two it may have where only a package tells which parameter of the experts it is for."""
+    return [config.scale_of(name) for name in matched_names(pair.module)]
 
 
 def _places(adapter: Adapter) -> str:

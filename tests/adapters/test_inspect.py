@@ -1,6 +1,7 @@
 """`inspect_adapter` shows what there is, also of adapters that cannot be served, and says why not."""
 
 import adapter_kit as kit
+import torch
 
 from lorac.inspect import inspect_adapter
 
@@ -19,6 +20,17 @@ def test_what_an_adapter_holds_and_where_it_goes(tmp_path):
     assert lines["self_attn.v_proj"] == "2 [4, 16] [12, 4] 0.5"
     assert lines["qkv_proj"] == "q_proj v_proj 2 of 2 4"
     assert "package small serves it" in text
+
+
+def test_scales_of_experts_are_those_their_parameters_may_have(tmp_path):
+    key = "base_model.model.model.layers.0.mlp.experts.lora_"
+    tensors = {f"{key}A.weight": torch.randn(8, kit.INTER), f"{key}B.weight": torch.randn(kit.HIDDEN, 8)}
+    settings = dict(
+        r=2, lora_alpha=6, target_modules=[], target_parameters=["experts.down_proj"], peft_version="0.19.1"
+    )
+    assert " 3\n" in inspect_adapter(kit.write(tmp_path, tensors, **settings)).text() + "\n"
+    text = inspect_adapter(kit.write(tmp_path, tensors, alpha_pattern={"experts.down_proj": 5}, **settings)).text()
+    assert "3, 2.5" in text
 
 
 def test_an_adapter_that_cannot_be_served_is_shown_all_the_same(tmp_path):

@@ -59,7 +59,7 @@ class Target:
         """The name PEFT matches rank_pattern and alpha_pattern against: a parameter's, where the pair is of one."""
         if self.expert is not None or self.packed:
             return module
-        return f"{module.removesuffix('.base_layer')}.{_PARAMETERS[self.roles]}"
+        return _parameter(module, _PARAMETERS[self.roles])
 
     def stack(self, swapped: bool) -> Stack | None:
         """How the pair holds all experts, if it does."""
@@ -103,6 +103,15 @@ def is_stack(module: str) -> bool:
     """Whether a module's name is that of all experts together, as `target_parameters` has it."""
     place = locate(module)
     return place is not None and _STACK.fullmatch(place.path) is not None
+
+
+def matched_names(module: str) -> list[str]:
+    """The names that rank_pattern and alpha_pattern may know a module by: two, where it is either parameter's."""
+    return [_parameter(module, name) for name in _PARAMETERS.values()] if is_stack(module) else [module]
+
+
+def _parameter(module: str, name: str) -> str:
+    return f"{module.removesuffix('.base_layer')}.{name}"
 
 
 def meant_by(module: str) -> list[str]:
