@@ -92,8 +92,22 @@ def assert_same(ours: dict, theirs: dict):
         dict(r=4, target_modules=r".*\.(self_attn|mlp)\..*(o_proj|down_proj)"),
         dict(r=4, target_modules=["self_attn.o_proj", "model.layers.1.mlp.down_proj"]),
         dict(r=3, lora_alpha=5, target_modules=["lm_head", "embed_tokens", "o_proj"]),
+        dict(r=4, velora_config=peft.VeloraConfig()),
+        dict(r=4, target_modules=["o_proj"], target_parameters=["mlp.down_proj.weight"]),
     ],
-    ids=["plain", "rslora", "patterns", "layers", "exclude", "all-linear", "regex", "dotted", "head and embedding"],
+    ids=[
+        "plain",
+        "rslora",
+        "patterns",
+        "layers",
+        "exclude",
+        "all-linear",
+        "regex",
+        "dotted",
+        "head and embedding",
+        "velora",
+        "linear parameters",
+    ],
 )
 def test_dense(family, separate, settings, tmp_path):
     linears = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"] if family == "phi3" else LINEARS

@@ -46,6 +46,7 @@ PREFIXES = {
     "none": "model.",
     "none, headless": "",
     "raw": "_orig_mod.module.base_model.model.model.",
+    "data parallel inside": "base_model.model.module.model.",
     "fsdp": "_fsdp_wrapped_module.base_model.model._fsdp_wrapped_module.model.",
 }
 

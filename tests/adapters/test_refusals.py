@@ -221,7 +221,29 @@ def test_a_file_of_a_smaller_model_is_refused_unless_it_says_so(tmp_path):
 @pytest.mark.parametrize("targets", [["q_proj"], r".*\.q_proj", ["layers.0.self_attn.v_proj", "q_proj"]])
 def test_tensors_the_config_does_not_target_are_refused(targets, tmp_path):
     text = refusal(kit.write(tmp_path, kit.factors("q_proj", "v_proj"), target_modules=targets))
-    assert "not among target_modules" in text and "v_proj" in text
+    assert "do not select it" in text and "v_proj" in text
+
+
+@pytest.mark.parametrize("version", ["0.18.1", None])
+@pytest.mark.parametrize("targets", [["q_proj"], None])
+def test_linear_weights_as_parameters_were_transposed_before_0_19(targets, version, tmp_path):
+    tensors = kit.factors("q_proj", "o_proj")
+    settings = dict(target_modules=targets, target_parameters=["self_attn.o_proj.weight"])
+    text = refusal(kit.write(tmp_path, tensors, peft_version=version, **settings))
+    assert "PEFT before 0.19 wrote the factors of the transposed weight" in text and "o_proj" in text
+    assert (
+        len(kit.deltas(read_adapter(kit.write(tmp_path, tensors, peft_version="0.19.1", **settings), kit.layout())))
+        == 4
+    )
+
+
+def test_the_router_is_no_module_to_add(tmp_path):
+    tensors = kit.factors("q_proj") | pair(f"{ROOT}layers.0.mlp.gate", (4, 16), (4, 4))
+    kit.write(
+        tmp_path, tensors, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"], peft_version="0.21.2"
+    )
+    text = refusal(tmp_path, kit.layout(kit.MOE))
+    assert "mlp.gate is the router of the experts" in text and "add it to" not in text
 
 
 def test_nothing_effective_is_an_error(tmp_path):
@@ -231,6 +253,7 @@ def test_nothing_effective_is_an_error(tmp_path):
     )
     assert "mlp.down_proj fits no module of package small, which has qkv_proj: add it to adapters.targets" in text
     assert "untrained" in refusal(kit.write(tmp_path / "zero", kit.factors("q_proj", "v_proj", fill=0.0)))
+    assert "untrained" in refusal(kit.write(tmp_path / "alpha", kit.factors("q_proj", "v_proj"), lora_alpha=0))
 
 
 def test_experts_of_one_projection_share_a_scale(tmp_path):

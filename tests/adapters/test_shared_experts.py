@@ -158,4 +158,4 @@ def test_a_layer_that_is_missing_is_noticed_under_the_other_names(factors, tmp_p
     tensors = packed({key: pair for key, pair in factors.items() if key[0] == 0}, ("w1", "w3", "w2"))
     assert "no tensors for layers 1" in refusal(kit.write(tmp_path, tensors, **SETTINGS))
     kit.write(tmp_path, packed(factors, ("w1", "w3", "w2")), **{**SETTINGS, "target_modules": ["q_proj", "up_proj"]})
-    assert "not among target_modules" in refusal(tmp_path)
+    assert "do not select it" in refusal(tmp_path)

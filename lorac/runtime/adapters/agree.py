@@ -20,14 +20,25 @@ def check_agreement(
     outside = {item.module.kind for item in placed if not item.module.layers}
     if config.ties_embedding and layout.tied and outside == {"embedding"}:
         problems.add("ensure_weight_tying ties lm_head to the embedding's LoRA; save lm_head's tensors as well")
+    parameters = {pair.module for pair in pairs if _is_parameter(config, pair.module)}
     targets = config.targets
+    for pair in pairs:
+        if pair.module in parameters and not experts.is_stack(pair.module) and (config.version or (0, 17)) < (0, 19):
+            problems.add(
+                "the weight of a linear layer among target_parameters, for which PEFT before 0.19 wrote the factors of "
+                "the transposed weight; train it through target_modules, or with a newer PEFT",
+                pair.a.name,
+            )
     if targets is None or targets.everything:
         return
     try:
         for pair in pairs:
-            parameter = config.parameters and experts.is_stack(pair.module)
-            if not parameter and not _selects(targets, pair.module):
-                problems.add("not among target_modules of adapter_config.json, so PEFT would ignore it", pair.a.name)
+            if pair.module not in parameters and not _selects(targets, pair.module):
+                problems.add(
+                    "target_modules, exclude_modules, layers_to_transform and target_parameters of adapter_config.json "
+                    "do not select it, so PEFT would ignore it",
+                    pair.a.name,
+                )
         if not problems.found:
             _check_layers(targets, placed, layout, problems)
     except ValueError as error:  # a regex that takes too long
@@ -47,6 +58,14 @@ def _check_layers(targets: Targets, placed: list[Placement], layout: Layout, pro
             f"no tensors for layers {_ranges(lost)}, which target_modules selects in a model of {layout.layers}: "
             "the file is incomplete, or of a smaller model; list the layers in layers_to_transform if that is meant"
         )
+
+
+def _is_parameter(config: AdapterConfig, module: str) -> bool:
+    """Whether target_parameters selects a module: all experts, or the weight of a linear layer."""
+    if experts.is_stack(module):
+        return bool(config.parameters)
+    weights = [f".{name}.weight" for name in aliases(module)]
+    return any(weight.endswith(f".{parameter}") for weight in weights for parameter in config.parameters)
 
 
 def _selects(targets: Targets, module: str) -> bool:

@@ -59,6 +59,8 @@ def pair_tensors(headers: Iterable[Header], problems: Problems) -> tuple[list[Pa
     halves: dict[tuple[str, bool], dict[str, Header]] = {}
     others, adapters = [], set()
     for header in headers:
+        if "lora_velora_embed" in header.name.split("."):
+            continue  # of VeLoRA's backward pass alone
         found = _parse(header.name)
         if found is None:
             others.append(header.name)
@@ -111,10 +113,15 @@ def aliases(module: str) -> list[str]:
 
 def _strip(name: str) -> list[str]:
     """The name's segments without wrappers and `base_model.model.`."""
-    segments = [segment for segment in name.split(".") if segment not in _WRAPPERS]
+    segments = _without_module([segment for segment in name.split(".") if segment not in _WRAPPERS])
+    return _without_module(segments[2:]) if segments[:2] == ["base_model", "model"] else segments
+
+
+def _without_module(segments: list[str]) -> list[str]:
+    """What data parallelism wraps: PEFT's model, or the one inside it."""
     while segments[:1] == ["module"]:
         segments = segments[1:]
-    return segments[2:] if segments[:2] == ["base_model", "model"] else segments
+    return segments
 
 
 def _parse(name: str) -> tuple[str, str, str] | None:

@@ -142,14 +142,16 @@ def pack(folder: str, placed: list[Placement], file: TensorFile, layout: Layout,
 
     for pair, items in by_pair.items():
         a, b = read(pair.a), read(pair.b)
-        effective = effective or bool(a.any() and b.any())
+        effective = effective or bool(a.any() and b.any() and any(item.scale for item in items))
         if stack := items[0].stack:
             a, b = stack.by_expert(a, b)
         for item in items:
             _write(item, a, b[..., item.rows, :], tables[item.module.name], layout, shard, shared, problems)
     file.check_unchanged()
     if not effective and not problems.found:
-        problems.add("every delta is zero (all B or all A are): an untrained adapter, which would change nothing")
+        problems.add(
+            "every delta is zero (all A, all B or all alphas are): an untrained adapter, which would change nothing"
+        )
     problems.raise_if_any()
     return Adapter(folder, layout, shard, tuple(blocks), buffer)
 

@@ -178,6 +178,11 @@ def _check_clashes(placed: list[Placement], problems: Problems) -> None:
 
 
 def _homeless(path: str, layout: Layout) -> str:
+    if any(module.experts and path == f"{module.path.removesuffix('.experts')}.gate" for module in layout.modules):
+        return (
+            f"{path} is the router of the experts, which takes no LoRA here: train without it "
+            "(PEFT's all-linear includes it: list target_modules and target_parameters instead)"
+        )
     served = ", ".join(module.name for module in layout.modules)
     return (
         f"{path} fits no module of package {layout.name}, which has {served}: "
