@@ -14,7 +14,7 @@ from lorac.integrations.transformers import attach
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about unusual settings
 SIZES = dict(
     hidden_size=32, vocab_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-    num_experts_per_tok=2, pad_token_id=0, tie_word_embeddings=False,
+    num_experts_per_tok=2, pad_token_id=0, eos_token_id=None, tie_word_embeddings=False,
 )  # fmt: skip
 CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
