@@ -24,6 +24,7 @@ from lorac.runtime.load import load
 
 SWAP_MS, REPLAY_RATIO = 3.0, 1.1  # what is to be reached
 _AHEAD = 1  # steps the host may run ahead of the device
+_USUAL = 5  # replays before the first swap: on a slow machine, none may be without one later
 _PAUSE = 0.03  # seconds between swaps: most replays then meet none
 
 
@@ -69,6 +70,8 @@ class Decoder:
     def __init__(self, package: ModuleType, backend: str, device: str, rows: int, rank: int, layers: int, root: Path):
         self.slots = package.Slots(device)
         self.device, self.step = self.slots.device, package.Step(self.slots, backend)
+        # one for all swaps: a commit waits for every stream that was ever said to read slots
+        self.reader = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         generator = torch.Generator().manual_seed(0)
         folders = [write_adapter(root / str(i), package.LAYOUT, rank, generator) for i in range(3)]
         pinned = [f"resident{i}" for i in range(package.LAYOUT.slots - 1)]
@@ -99,10 +102,10 @@ class Decoder:
         asked = time.perf_counter()
         self.slots.ensure([name])
         returned = time.perf_counter()
-        if self.device.type == "cuda":
-            stream = torch.cuda.Stream(self.device)
-            self.slots.before_step(stream)
-            stream.synchronize()
+        if self.reader is not None:
+            with self.slots.reading(self.reader):
+                pass  # what the next step would wait for
+            self.reader.synchronize()
         return Swap(*map(marks.host_ms, (asked, returned, time.perf_counter())))
 
 
@@ -112,9 +115,10 @@ def measure(decoder: Decoder, swaps: int) -> dict:
         first = decoder.decode().clone()
     marks = Marks(decoder.device)
     alone = [decoder.swap(decoder.turns[i % 2], marks) for i in range(1, 11)]
-    done, during = threading.Event(), []
+    begun, done, during = threading.Event(), threading.Event(), []
 
     def swapper():
+        begun.wait()
         for turn in range(swaps):
             time.sleep(_PAUSE)
             during.append(decoder.swap(decoder.turns[(turn + 1) % 2], marks))
@@ -129,6 +133,8 @@ def measure(decoder: Decoder, swaps: int) -> dict:
         start = marks.mark()
         out = decoder.graphs.run(ticket, decoder.inputs)
         replays.append((start, marks.mark()))
+        if len(replays) == _USUAL:
+            begun.set()
         if len(replays) > _AHEAD:
             marks.wait(replays[-1 - _AHEAD][1])
     thread.join()
