@@ -99,6 +99,8 @@ class Buffers:
         old, new = self._extents[slot], {block.module.name: block.rank for block in blocks}
         for name, held in old.items():
             covered = new.get(name, 0)
+            if covered >= held:
+                continue
             tables = self._slot_tables(self.layout.by_name[name], slot)
             tables.a[..., covered:held, :].zero_()
             tables.b[..., covered:held].zero_()
