@@ -90,8 +90,8 @@ import lorac, lorac.runtime
 for module in pkgutil.walk_packages(lorac.runtime.__path__, "lorac.runtime."):
     importlib.import_module(module.name)
 package = lorac.load({str(tmp_path / "tiny")!r})
-for name in package.BACKENDS:
-    importlib.import_module(f"{{package.__name__}}.backends.{{name}}")
+for name in ("admission", "decode", "prefill", "step", *(f"backends.{{name}}" for name in package.BACKENDS)):
+    importlib.import_module(f"{{package.__name__}}.{{name}}")
 print(package.LAYOUT.name)
 """
     assert python(code, COMPILER + [f"lorac.{part}" for part in parts]) == "tiny\n"
@@ -109,7 +109,7 @@ def test_a_package_imports_by_its_own_name_from_anywhere(tmp_path):
         "--quiet",
     ]
     subprocess.run(build, cwd=ROOT, check=True)
-    command = [sys.executable, "-c", "import anywhere.tiny as package; print(package.LAYOUT.name)"]
+    command = [sys.executable, "-c", "from anywhere.tiny import *; print(LAYOUT.name)"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "tiny\n"), done.stderr

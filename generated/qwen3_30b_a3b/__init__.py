@@ -5,12 +5,15 @@
 Backends: fused, torch (the first is the default). Modules: qkv_proj, o_proj, experts_gate_up, experts_down.
 """
 
+from typing import TYPE_CHECKING
+
 from lorac.runtime import package as _package
 
-from . import step as _tables
-from .decode import DecodeGraphs
 from .layout import LAYOUT
-from .prefill import PrefillGraphs
+
+if TYPE_CHECKING:
+    from .decode import DecodeGraphs
+    from .prefill import PrefillGraphs
 
 __all__ = [
     "BACKENDS", "LAYOUT", "DecodeGraphs", "PrefillGraphs", "Slots", "Step", "add", "linear", "seal", "warm",
@@ -31,7 +34,9 @@ class Step(_package.Step):
     """The metadata of one stream of steps; see `lorac.runtime.step`."""
 
     def __init__(self, slots: Slots, backend: str = "fused", **options):
-        super().__init__(_tables, slots, backend, _package.backend_module(__name__, BACKENDS, backend), **options)
+        from . import step as tables
+
+        super().__init__(tables, slots, backend, _package.backend_module(__name__, BACKENDS, backend), **options)
 
 
 add = _package.add
@@ -40,3 +45,8 @@ add_experts = _package.add_experts
 moe = _package.moe
 seal = _package.seal
 warm = _package.warm
+
+
+def __getattr__(name: str):
+    # parts are imported on first use: tables are long, and a kernel reads its own source
+    return _package.part(__name__, name)

@@ -32,7 +32,7 @@ def _jobs(folder: Path, targets: list[str]) -> Iterator[Job]:
     """Every configuration for every target. Those that differ only in the batches they serve are the same code."""
     package = load(folder)
     backends = {name: backend_module(package.__name__, package.BACKENDS, name) for name in package.BACKENDS}
-    kernels = [("step", sys.modules[f"{package.__name__}.step"].ROUTE)]
+    kernels = [("step", package.step.ROUTE)]
     kernels += [(name, kernel) for name, module in backends.items() for kernel in module.KERNELS]
     for backend, kernel in kernels:
         different = {describe(launch): launch for launch in kernel.launches}

@@ -8,7 +8,20 @@ from lorac.runtime.ops import add, add_experts, linear, moe
 from lorac.runtime.slots import Slots
 from lorac.runtime.step import Step
 
-__all__ = ["Slots", "Step", "add", "add_experts", "backend_module", "linear", "moe", "seal", "warm"]
+__all__ = ["Slots", "Step", "add", "add_experts", "backend_module", "linear", "moe", "part", "seal", "warm"]
+
+# what of a package is imported on first use: modules, and classes by the module they are in
+MODULES = ("admission", "decode", "prefill", "step")
+CLASSES = {"DecodeGraphs": "decode", "PrefillGraphs": "prefill"}
+
+
+def part(package: str, name: str) -> object:
+    """What the generated package imports on first use, by its name. Raises AttributeError for any other name."""
+    module = CLASSES.get(name, name)
+    if module not in MODULES:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    found = importlib.import_module(f"{package}.{module}")
+    return getattr(found, name) if name in CLASSES else found
 
 
 def backend_module(package: str, backends: tuple[str, ...], name: str) -> ModuleType:
