@@ -4,22 +4,35 @@ import json
 from dataclasses import asdict
 from itertools import groupby
 
-from lorac.plan.model import BackendPlan, BucketPlan, Launch, Plan, Variant
+from lorac.plan.graphs import NODE_BYTES, GraphPlan, phases, planned_graphs
+from lorac.plan.model import BucketPlan, Launch, Plan, Variant
 from lorac.tables import compact, size, table
 
 
 def explain(plan: Plan) -> str:
     """The tables. Bytes are device memory on one rank."""
-    parts = (_head(plan), _memory(plan), _graphs(plan), _caps(plan), _kernels(plan), _decisions(plan), _totals(plan))
+    graphs = planned_graphs(plan)
+    parts = (
+        _head(plan),
+        _memory(plan),
+        _graphs(plan, graphs),
+        _each_graph(graphs),
+        _caps(plan),
+        _kernels(plan),
+        _decisions(plan),
+        _totals(plan, graphs),
+    )
     return "\n\n".join(filter(None, parts))
 
 
 def explain_json(plan: Plan) -> str:
-    """The whole plan, and its totals, as indented JSON."""
-    return json.dumps({"plan": asdict(plan), "totals": totals(plan)}, indent=2)
+    """The whole plan, its graphs one by one, and its totals, as indented JSON."""
+    graphs = planned_graphs(plan)
+    parts = {"plan": asdict(plan), "graphs": [asdict(graph) for graph in graphs], "totals": totals(plan, graphs)}
+    return json.dumps(parts, indent=2)
 
 
-def totals(plan: Plan) -> dict[str, object]:
+def totals(plan: Plan, graphs: tuple[GraphPlan, ...]) -> dict[str, object]:
     """Sums over the plan: bytes by purpose, and per backend its graphs, kernels, launches and bytes of scratch."""
     slots = sum(buffer.bytes for buffer in plan.buffers if buffer.name != "metadata")
     return {
@@ -28,7 +41,8 @@ def totals(plan: Plan) -> dict[str, object]:
         "metadata_bytes": sum(buffer.bytes for buffer in plan.buffers) - slots,
         "backends": {
             backend.name: {
-                "graphs": sum(len(bucket.variants) for bucket in (*backend.decode, *backend.prefill)),
+                "graphs": sum(graph.backend == backend.name for graph in graphs),
+                "graph_bytes": sum(graph.bytes for graph in graphs if graph.backend == backend.name),
                 "kernels": len(backend.kernels),
                 "launches": sum(len(kernel.launches) for kernel in backend.kernels),
                 "scratch_bytes": sum(count for _, count in backend.scratch),
@@ -59,22 +73,57 @@ def _memory(plan: Plan) -> str:
     return "Modules and their slot buffers\n" + table(heads, rows)
 
 
-def _graphs(plan: Plan) -> str:
+def _graphs(plan: Plan, graphs: tuple[GraphPlan, ...]) -> str:
     rows = []
     for backend in plan.backends:
-        for phase, mode, buckets in _phases(backend):
-            count = sum(len(bucket.variants) for bucket in buckets)
-            rows.append((backend.name, phase, mode, count, _variants(buckets)))
+        for phase, mode, buckets in phases(backend):
+            own = [graph.bytes for graph in graphs if (graph.backend, graph.phase) == (backend.name, phase)]
+            rows.append((backend.name, phase, mode, len(own), size(sum(own)), _variants(buckets)))
     lines = [f"variant {variant.name}: {_bound(variant)}" for variant in plan.variants]
     for phase, unit, sizes in (("decode", "rows", plan.decode.buckets), ("prefill", "tokens", plan.prefill.buckets)):
         lines += _wrap(f"{phase} buckets, in {unit}:", compact(sizes).split(", "), ", ") if sizes else []
-    return "\n".join(["Graphs", *lines, table(("backend", "phase", "mode", "graphs", "variants"), rows)])
+    if plan.decode.streams > 1:
+        lines.append(f"{plan.decode.streams} streams of steps, each with graphs, metadata and scratch of its own")
+    return "\n".join(["Graphs", *lines, table(("backend", "phase", "mode", "graphs", "bytes", "variants"), rows)])
 
 
-def _phases(backend: BackendPlan) -> list[tuple[str, str, tuple[BucketPlan, ...]]]:
-    decode = "captured" if backend.decode else "eager"
-    prefill = "eager" if backend.prefill_mode == "off" else backend.prefill_mode
-    return [("decode", decode, backend.decode), ("prefill", prefill, backend.prefill)]
+def _each_graph(graphs: tuple[GraphPlan, ...]) -> str:
+    """A table per phase: a row to a bucket, a column to a variant of a backend. One stream stands for all."""
+    if not graphs:
+        return ""
+    lines = [
+        "Each graph: a row is a bucket, a column a variant, a cell the device memory that the graph takes",
+        f"  included: launches of this package's kernels over all layers, at most, at about {size(NODE_BYTES)} each",
+        "  shared: the scratch that those launches use at that bucket, allocated once for the largest",
+        "  not included: the forward's own kernels, torch operations, and activations, in one pool for all graphs;",
+        "    once captured, `report()` says what each took with them",
+    ]
+    for phase, mode in dict.fromkeys((graph.phase, graph.mode) for graph in graphs):
+        of = [graph for graph in graphs if (graph.phase, graph.mode, graph.stream) == (phase, mode, 0)]
+        unit = f"{mode} {phase}, {'rows' if phase == 'decode' else 'tokens'}"
+        backends = list(dict.fromkeys(graph.backend for graph in of))
+        together = _by_bucket(of, backends, unit)
+        wide = max(map(len, together.splitlines())) > 160
+        lines += [_by_bucket(of, [backend], unit) for backend in backends] if wide else [together]
+    return "\n".join(lines)
+
+
+def _by_bucket(graphs: list[GraphPlan], backends: list[str], unit: str) -> str:
+    """The graphs of some backends, side by side."""
+    buckets = sorted({graph.bucket for graph in graphs})
+    heads, columns = [unit], [buckets]
+    for backend in backends:
+        own = {(graph.variant, graph.bucket): graph for graph in graphs if graph.backend == backend}
+        variants = list(dict.fromkeys(variant for variant, _ in own))[::-1]  # graphs are listed from wide to narrow
+        for variant in variants:
+            heads.append(variant if variant != variants[0] else f"{backend}: {variant}")
+            cells = [own.get((variant, bucket)) for bucket in buckets]
+            columns.append([size(cell.bytes) if cell else "" for cell in cells])
+        scratch = [max(graph.scratch_bytes for graph in own.values() if graph.bucket == bucket) for bucket in buckets]
+        if any(scratch):
+            heads.append("scratch")
+            columns.append([size(count) for count in scratch])
+    return table(heads, zip(*columns, strict=True))
 
 
 def _variants(buckets: tuple[BucketPlan, ...]) -> str:
@@ -140,8 +189,8 @@ def _decisions(plan: Plan) -> str:
     return "Decisions\n" + table(("about", "decided", "because"), rows)
 
 
-def _totals(plan: Plan) -> str:
-    sums = totals(plan)
+def _totals(plan: Plan, graphs: tuple[GraphPlan, ...]) -> str:
+    sums = totals(plan, graphs)
     slots = f"{size(sums['slot_bytes'])} for {plan.slots} slots, {size(sums['bytes_per_slot'])} each"
     lines = [f"Device memory: {slots}; {size(sums['metadata_bytes'])} for a step's metadata"]
     rows = [

@@ -1,13 +1,11 @@
 """Buffers: the device memory of a package, by purpose and in bytes, before anything is allocated."""
 
+from collections.abc import Iterable
 from math import prod
 
 from lorac.plan.kernels import ITEMSIZE, block_of
-from lorac.plan.model import BackendPlan, Buffer, DecodePlan, ModulePlan, PrefillPlan
+from lorac.plan.model import Buffer, DecodePlan, KernelPlan, Launch, ModulePlan, PrefillPlan
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
-from lorac.spec.backend import Declaration
-
-SCRATCH_ITEMSIZE = {"fp32": 4, "i32": 4}
 
 
 def slot_buffers(modules: tuple[ModulePlan, ...], slots: int, max_rank: int, dtype: str) -> tuple[Buffer, ...]:
@@ -55,28 +53,29 @@ def metadata_buffer(rows: int, requests: int, segments: int, slots: int) -> Buff
 
 
 def scratch_bytes(
-    backend: BackendPlan, declaration: Declaration, modules: dict[str, ModulePlan], rows: int, slots: int, dtype: str
-) -> tuple[tuple[str, int], ...]:
-    """Bytes of each scratch buffer at `rows` rows: the largest that any kernel and any launch asks for."""
+    launched: Iterable[tuple[KernelPlan, Launch]], modules: dict[str, ModulePlan], rows: int, slots: int
+) -> dict[str, int]:
+    """Bytes of each scratch buffer at up to `rows` rows, by name: the largest that any of the launches asks for."""
     sizes: dict[str, int] = {}
-    for kernel in backend.kernels:
+    for kernel, launch in launched:
         module = modules[kernel.module]
-        for launch in kernel.launches:
-            served = min(rows, launch.rows or rows)
-            dims = {
-                "rows": served,
-                "columns": len(module.slices) * launch.rank,
-                "active": block_of(max(1, launch.adapters), 1),
-                "out": module.out_features,
-                "slots": slots,
-                **dict(launch.tile),
-            }
-            if module.experts:
-                dims |= _expert_dims(module, served, slots, dims)
-            for name, scratch in declaration.kernels[kernel.stage].scratch.items():
-                itemsize = SCRATCH_ITEMSIZE.get(scratch.dtype) or ITEMSIZE[dtype]
-                sizes[name] = max(sizes.get(name, 0), itemsize * prod(dims[dim] for dim in scratch.shape))
-    return tuple(sorted(sizes.items()))
+        served = min(rows, launch.rows or rows)
+        dims = {
+            "rows": served,
+            "slices": len(module.slices),
+            "columns": len(module.slices) * launch.rank,
+            "active": block_of(max(1, launch.adapters), 1),
+            "out": module.out_features,
+            "slots": slots,
+            **dict(launch.tile),
+        }
+        if module.experts:
+            dims |= _expert_dims(module, served, slots, dims)
+        for scratch in kernel.scratch:
+            if dims.get("SPLIT_K", 1) > 1 or not scratch.split:
+                count = scratch.itemsize * prod(dims[dim] for dim in scratch.shape)
+                sizes[scratch.name] = max(sizes.get(scratch.name, 0), count)
+    return sizes
 
 
 def _expert_dims(module: ModulePlan, rows: int, slots: int, tile: dict[str, int]) -> dict[str, int]:
@@ -87,7 +86,6 @@ def _expert_dims(module: ModulePlan, rows: int, slots: int, tile: dict[str, int]
     blocks = block_cap(pairs, experts, tile.get("BLOCK_M", 1))
     return {
         "pairs": pairs,
-        "slices": len(module.slices),
         "width": width,
         "shares": tiles if tile.get("AHEAD") and tiles <= MOST_SHARES else 1,
         "tables": table_size(pairs, blocks, group_cap(pairs, experts, slots)),

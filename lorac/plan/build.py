@@ -47,7 +47,7 @@ def make_plan(spec: Spec, shapes: Shapes, declarations: dict[str, Declaration], 
         )
     if problems:
         raise SpecError(problems)
-    memory = _buffers(spec, planned, backends, declarations, decode, prefill)
+    memory = _buffers(spec, planned, backends, decode, prefill)
     return Plan(
         name=spec.name,
         family=shapes.family,
@@ -176,15 +176,16 @@ def _prefill_buckets(prefill: PrefillPlan, rule: Segments, slots: int, resolved)
     return tuple(plans)
 
 
-def _buffers(spec: Spec, planned, backends: list[BackendPlan], declarations, decode: DecodePlan, prefill: PrefillPlan):
+def _buffers(spec: Spec, planned, backends: list[BackendPlan], decode: DecodePlan, prefill: PrefillPlan):
     """Slot buffers, metadata, and each backend's scratch (which it fills in)."""
     slots = spec.adapters.slots
     rows, requests = buffers.room(decode, prefill)
     entries = max(segment_slots(b.segments, rows, slots, requests) for b in backends)
     by_name = {module.name: module for module in planned}
     for index, backend in enumerate(backends):
-        sizes = buffers.scratch_bytes(backend, declarations[backend.name], by_name, rows, slots, spec.dtype)
-        backends[index] = replace(backend, scratch=sizes)
+        every = ((kernel, launch) for kernel in backend.kernels for launch in kernel.launches)
+        sizes = buffers.scratch_bytes(every, by_name, rows, slots)
+        backends[index] = replace(backend, scratch=tuple(sorted(sizes.items())))
     return (
         *buffers.slot_buffers(planned, slots, spec.adapters.max_rank, spec.dtype),
         buffers.metadata_buffer(rows, requests, entries, slots),

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from math import gcd
 
-from lorac.plan.model import KernelPlan, Launch, ModulePlan, Variant
-from lorac.spec.backend import Declaration, Kernel, Tile
+from lorac.plan.model import KernelPlan, Launch, ModulePlan, ScratchPlan, Variant
+from lorac.spec.backend import Declaration, Kernel, Scratch, Tile
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+SCRATCH_ITEMSIZE = {"fp32": 4, "i32": 4}
 TRITON_NAME = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # bytes of shared memory one program may use, by target (CUDA programming guide, per-block opt-in; LDS on gfx942)
 SHARED_LIMIT = {
@@ -61,14 +62,24 @@ def plan_kernels(
                     masks=_masks(kernel, module, launches),
                     splits=splits,
                     max_rows=kernel.max_rows or UNBOUNDED,
+                    base=kernel.base,
                     wide_b=module.out_features * slots * max_rank >= 2**31,
                     aligned=gcd(16, module.in_features),
                     aligned_out=gcd(16, module.out_features),
                     precision="ieee" if dtype == "float32" else "",
+                    scratch=tuple(
+                        _scratch(name, scratch, name in kernel.when_split, dtype)
+                        for name, scratch in kernel.scratch.items()
+                        if name not in left_out
+                    ),
                     launches=launches,
                 )
             )
     return tuple(plans)
+
+
+def _scratch(name: str, declared: Scratch, split: bool, dtype: str) -> ScratchPlan:
+    return ScratchPlan(name, SCRATCH_ITEMSIZE.get(declared.dtype) or ITEMSIZE[dtype], declared.shape, split)
 
 
 def _element(argument: str, dtype: str) -> str:

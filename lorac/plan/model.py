@@ -82,6 +82,16 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class ScratchPlan:
+    """Device memory between launches: the product of some dimensions, by name, in elements of `itemsize` bytes."""
+
+    name: str
+    itemsize: int
+    shape: tuple[str, ...]
+    split: bool  # launches that split K need it, others do not
+
+
+@dataclass(frozen=True)
 class KernelPlan:
     """One kernel: a stage of one module, its arguments in order and every configuration it is launched with."""
 
@@ -94,10 +104,12 @@ class KernelPlan:
     masks: tuple[str, ...]  # dimensions some configuration does not divide: in, out
     splits: bool  # some configuration splits K
     max_rows: int  # serves batches of up to this many rows alone; 0: any
+    base: bool  # launched without adapters too
     wide_b: bool  # offsets into this module's B can pass 2**31
     aligned: int  # elements every row of x starts at a multiple of; strides are passed in these units
     aligned_out: int  # the same of y
     precision: str  # of tl.dot: "ieee" for float32, which would be rounded to TF32 otherwise; "" elsewhere
+    scratch: tuple[ScratchPlan, ...]
     launches: tuple[Launch, ...]
 
 

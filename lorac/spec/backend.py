@@ -48,7 +48,7 @@ class Tile(_Declared):
 
 
 class Scratch(_Declared):
-    """A scratch buffer, the product of dimensions: rows, columns (slices x rank), active, out, slots, block sizes."""
+    """A scratch buffer, a product of: rows, slices, columns (slices x rank), active, out, slots, block sizes."""
 
     dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")
     shape: tuple[Identifier, ...] = Field(min_length=1, description="dimensions, by name")

@@ -154,6 +154,30 @@ def test_explain_shows_every_module_backend_and_decision(lorac):
     assert "\x1b" not in text
 
 
+def test_explain_lists_every_graph_with_its_bytes(lorac, tmp_path):
+    spec = copy_of_tiny(tmp_path, streams="buckets: [1, 2, 4, 8] -> buckets: [1, 2, 4, 8]\n    streams: 2")
+    parts = json.loads(lorac("explain", spec, "--json")[1])
+    text = lorac("explain", spec)[1]
+    for backend in parts["plan"]["backends"]:
+        for phase in ("decode", "prefill"):
+            listed = [g for g in parts["graphs"] if (g["backend"], g["phase"]) == (backend["name"], phase)]
+            expected = {
+                (b["size"], name, stream) for b in backend[phase] for name in b["variants"] for stream in (0, 1)
+            }
+            assert {(g["bucket"], g["variant"], g["stream"]) for g in listed} == expected
+            assert len(listed) == len(expected)
+        own = [graph for graph in parts["graphs"] if graph["backend"] == backend["name"]]
+        totals = parts["totals"]["backends"][backend["name"]]
+        assert (totals["graphs"], totals["graph_bytes"]) == (len(own), sum(graph["bytes"] for graph in own))
+    # a line per bucket, a cell per variant and one for scratch where a backend has any
+    head = "captured decode, rows +triton: nolora +one +lora +scratch +csgmv: nolora +one +lora +scratch +torch: nolora"
+    cell = r" +[\d.]+ (B|KiB)"
+    assert re.search(rf"\n{head} +one +lora(\n +[1248]{cell * 11}){{4}}\n", text)
+    head = "breakable prefill, tokens +triton: nolora +one +lora +scratch +csgmv: nolora +one +lora +scratch"
+    assert re.search(rf"\n{head}(\n +\d+{cell * 8}){{12}}\n", text)
+    assert "2 streams of steps, each with graphs" in text
+
+
 def test_explain_refuses_a_broken_spec(lorac, tmp_path):
     status, out, err = lorac("explain", tmp_path / "none.yaml")
     assert (status, out) == (2, "") and "none.yaml: cannot be read" in err
