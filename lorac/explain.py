@@ -160,16 +160,18 @@ def _kernels(plan: Plan) -> str:
     alike: dict[tuple, dict[str, list[str]]] = {}
     for backend in plan.backends:
         for kernel in backend.kernels:
-            users = alike.setdefault((kernel.stage, kernel.launches), {})
+            users = alike.setdefault((kernel.stage, kernel.launches, kernel.library), {})
             users.setdefault(backend.name, []).append(kernel.module)
     rows = []
-    for (stage, launches), users in alike.items():
+    for (stage, launches, library), users in alike.items():
         # backends may serve different modules, so their lists may differ
         for modules, group in groupby(sorted(users, key=users.get), key=users.get):
             name = (stage, ", ".join(modules), ", ".join(group))
             for launch in launches:
                 rows.append((*name, *_launch(launch)))
                 name = ("", "", "")
+            for least, most in library:
+                rows.append((*name, f"{least}…{most}", "", "", "none: the library's GEMM, then segments", "", "", ""))
     heads = ("kernel", "modules", "backends", "rows", "rank", "adapters", "tile", "warps", "stages", "from")
     return "Kernels, by the batch they serve\n" + table(heads, rows) if rows else ""
 

@@ -1,5 +1,6 @@
 """Decisions: what does not work together, each switched off in one place, with the reason a user reads in `explain`."""
 
+from lorac.plan.kernels import TMA_TARGETS
 from lorac.plan.model import Decision, Variant
 from lorac.runtime.segments import Segments
 from lorac.spec.backend import Declaration
@@ -50,6 +51,12 @@ def backend_notes(
                     f"{block}: {target}", "not compiled", f"the backend supports {', '.join(declaration.architectures)}"
                 )
             )
+    if others := [target for target in targets if target not in TMA_TARGETS]:
+        tiled = [stage for stage, kernel in declaration.kernels.items() if kernel.tiled]
+        reason = f"{', '.join(others)} cannot copy whole tiles (TMA), without which they spill registers"
+        notes += [
+            Decision(f"{block}: {stage}", "left to the library's GEMM and to segments", reason) for stage in tiled
+        ]
     if decode and not declaration.decode_graphs:
         notes.append(Decision(f"{block}: decode graphs", "off", "the backend's decode step cannot be captured"))
     if "experts" in kinds and not declaration.experts:

@@ -66,16 +66,26 @@ def _launched(
 ) -> list[tuple[KernelPlan, Launch]]:
     """The kernels that serve a bucket, each with its configuration. lm_head runs after a prefill graph, not in it.
 
-    Where a module has kernels for few rows alone, they stand in for its others up to there.
+    Where a module has kernels for so many rows alone, they stand in for its others; not where the library has the base.
     """
-    found = []
     adapters = min(variant.adapters, bucket.grid.requests)
+    left = {
+        kernel.module
+        for kernel in backend.kernels
+        if any(least <= bucket.size <= most for least, most in kernel.library)
+    }
+    found = []
     for kernel in backend.kernels:
         launch = _pick(kernel, bucket.size, adapters, variant.rank)
-        if launch and (phase == "decode" or plan.module(kernel.module).kind != "lm_head"):
+        served = kernel.above < bucket.size and not (kernel.above and kernel.module in left)
+        if launch and served and (phase == "decode" or plan.module(kernel.module).kind != "lm_head"):
             found.append((kernel, launch))
-    few = {kernel.module for kernel, _ in found if kernel.max_rows}
-    return [(kernel, launch) for kernel, launch in found if kernel.max_rows or kernel.module not in few]
+    bounded = {kernel.module for kernel, _ in found if _is_bounded(kernel)}
+    return [(kernel, launch) for kernel, launch in found if _is_bounded(kernel) or kernel.module not in bounded]
+
+
+def _is_bounded(kernel: KernelPlan) -> bool:
+    return bool(kernel.above or kernel.max_rows)
 
 
 def _pick(kernel: KernelPlan, rows: int, adapters: int, rank: int) -> Launch | None:

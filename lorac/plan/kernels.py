@@ -19,9 +19,12 @@ SHARED_LIMIT = {
     "sm_120": 101_376,
     "gfx942": 65_536,
 }
+TMA_TARGETS = {"sm_90", "sm_100", "sm_120"}  # those that copy whole tiles; kernels read by tile spill on others
 PDL_TARGETS = {"sm_90", "sm_100", "sm_120"}  # those with dependent launches; others leave them out when they compile
 LEAST_BLOCK = 16  # tl.dot asks for as much
+TILE_ALIGN = 16  # bytes at which the rows of a tensor start that is read by descriptor (CUDA programming guide, TMA)
 UNBOUNDED = 0  # `rows` of the launch that serves any number
+UNLIMITED = 2**31  # more rows than any batch has
 ANY_ADAPTERS = -1  # `adapters` of the launch that serves any number
 
 
@@ -42,6 +45,12 @@ def plan_kernels(
         for stage, kernel in declaration.kernels.items():
             if module.kind not in kernel.kinds or (kernel.modules and module.name not in kernel.modules):
                 continue
+            if kernel.tiled and (
+                module.in_features * ITEMSIZE[dtype] % TILE_ALIGN or not TMA_TARGETS.issuperset(targets)
+            ):
+                continue
+            if kernel.beside and (kernel.beside, module.name) not in {(plan.stage, plan.module) for plan in plans}:
+                continue
             leaders = {plan.stage: plan.launches for plan in plans}
             tiles = (*tuned.get(stage, ()), *((tile, "default") for tile in kernel.tiles))
             launches = tuple(
@@ -49,6 +58,8 @@ def plan_kernels(
                 for rank, bound in _bounds(kernel, ranks, adapters)
                 for launch in _launches(kernel, tiles, module, rank, bound, max_rank, dtype, targets, leaders)
             )
+            if not launches:  # the library has the base at any size
+                continue
             splits = any(dict(launch.tile).get("SPLIT_K", 1) > 1 for launch in launches)
             left_out = set() if splits else {*kernel.when_split, "SPLIT_K"}
             plans.append(
@@ -61,7 +72,9 @@ def plan_kernels(
                     constants=tuple(name for name in kernel.constants if name not in left_out),
                     masks=_masks(kernel, module, launches),
                     splits=splits,
+                    above=kernel.above,
                     max_rows=kernel.max_rows or UNBOUNDED,
+                    library=_library(kernel, tiles, module, max_rank),
                     base=kernel.base,
                     wide_b=module.out_features * slots * max_rank >= 2**31,
                     aligned=gcd(16, module.in_features),
@@ -83,8 +96,8 @@ def _scratch(name: str, declared: Scratch, split: bool, dtype: str) -> ScratchPl
 
 
 def _element(argument: str, dtype: str) -> str:
-    """The type of an argument as Triton names it: `*dtype` is a pointer to the spec's element type."""
-    return "*" + TRITON_NAME[dtype] if argument == "*dtype" else argument
+    """The type of an argument as the runtime takes it: `*dtype` is a pointer to the spec's element type."""
+    return argument.replace("dtype", TRITON_NAME[dtype])
 
 
 def kernel_ranks(variants: tuple[Variant, ...], max_rank: int) -> tuple[int, ...]:
@@ -114,22 +127,50 @@ def _launches(
 ) -> list[Launch]:  # fmt: skip
     """One launch per class of rows, neighbours that came out equal merged. `leaders` are those of stages it follows.
 
-    A kernel with the base takes one tile whatever the adapters: base rows come out in the same bits with and without.
+    A kernel with the base takes one tile whatever the adapters, or one that sums alike where it is bare of them: base
+    rows come out in the same bits with and without.
     """
     followed = {name: (leaders[of.partition(".")[0]], of.partition(".")[2]) for name, of in kernel.follows.items()}
-    classes = {tile.rows for tile, _ in tiles if tile.rows}
-    classes |= {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
-    classes = {rows for rows in classes if rows and not (kernel.max_rows and rows >= kernel.max_rows)}
+    led = {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
     bounds = (max_rank, ANY_ADAPTERS) if kernel.base else (rank, bound)
     launches: list[Launch] = []
-    for rows in [*sorted(classes), kernel.max_rows or UNBOUNDED]:
-        tile, source = next((t, s) for t, s in tiles if _serves(t, rows, *bounds, module))
+    for rows in _classes(kernel, tiles, led):
+        tile, source = _serving(tiles, rows, *bounds, module, bare=not bound)
+        if tile.library:
+            continue
         led = {name: _led(launches, constant, rows, rank) for name, (launches, constant) in followed.items()}
         launch = fit(kernel, tile.model_copy(update=led), source, rows, rank, module, dtype, targets)
         if launches and replace(launches[-1], rows=rows) == launch:
             launches.pop()
         launches.append(launch)
     return launches
+
+
+def _classes(kernel: Kernel, tiles, more: set[int]) -> list[int]:
+    """The most rows of each class of batches, ascending."""
+    classes = {tile.rows for tile, _ in tiles if tile.rows} | more
+    bounded = {rows for rows in classes if rows and not (kernel.max_rows and rows >= kernel.max_rows)}
+    return [*sorted(bounded), kernel.max_rows or UNBOUNDED]
+
+
+def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int) -> tuple[tuple[int, int], ...]:
+    """The rows of the classes whose tile says so, neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    least = kernel.above + 1
+    for most in _classes(kernel, tiles, set()):
+        most = most or UNLIMITED
+        if _serving(tiles, most % UNLIMITED, max_rank, ANY_ADAPTERS, module)[0].library:
+            if ranges and ranges[-1][1] == least - 1:
+                least = ranges.pop()[0]
+            ranges.append((least, most))
+        least = most + 1
+    return tuple(ranges)
+
+
+def _serving(tiles, rows: int, rank: int, adapters: int, module: ModulePlan, bare: bool = False) -> tuple[Tile, str]:
+    """The first tile whose bounds hold, and where it comes from; some serve only batches that are `bare`."""
+    fitting = ((tile, source) for tile, source in tiles if bare or not tile.bare)
+    return next((tile, source) for tile, source in fitting if _serves(tile, rows, rank, adapters, module))
 
 
 def _led(launches: tuple[Launch, ...], constant: str, rows: int, rank: int) -> int:
@@ -152,7 +193,8 @@ def _serves(tile: Tile, rows: int, rank: int, adapters: int, module: ModulePlan)
 def fit(kernel: Kernel, tile: Tile, source: str, rows: int, rank: int, module: ModulePlan, dtype, targets) -> Launch:
     """The tile, cut down to the shape: no block past its dimension, whole splits, stages that fit in shared memory."""
     widest = max(part.width for part in module.slices)
-    extent = {"rows": rows or 2**30, "rank": max(rank, 1), "in": module.in_features, "out": widest}
+    columns = len(module.slices) * block_of(max(rank, 1))
+    extent = {"rows": rows or 2**30, "rank": max(rank, 1), "columns": columns, "in": module.in_features, "out": widest}
     sizes = tile.sizes
     for block, dim in kernel.dims.items():
         sizes[block] = min(sizes[block], block_of(extent[dim]))

@@ -62,7 +62,8 @@ def pysum(terms: Iterable[str], before: str, indent: int = 0) -> str:
     if indent + len(line) <= WIDTH:
         return line
     pad = " " * indent
-    return f"{before}(\n{pad}    " + f"\n{pad}    + ".join(terms) + f"\n{pad})"
+    joint = " + " if indent + 4 + len(" + ".join(terms)) <= WIDTH else f"\n{pad}    + "
+    return f"{before}(\n{pad}    " + joint.join(terms) + f"\n{pad})"
 
 
 def pyformat(value: object, pattern: str) -> str:

@@ -4,12 +4,14 @@ A launch through Triton's own dispatcher costs 5 to 7 µs of host time, most of 
 plan has fixed; a compiled kernel called directly costs well under one.
 """
 
+import re
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import triton
 from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorac.runtime.errors import CaptureError, PackageError
 
@@ -22,11 +24,19 @@ _ELEMENT = {
 }
 _SCALAR = {"i32": 7, "i64": 7}  # any value: integers are never specialised on
 ANY = -1  # adapters of a launch that serves any number of them
+# an argument whose kernel reads whole tiles by descriptor (TMA where there is any): element, rows and columns of a tile
+_TILED = re.compile(r"tile<(\w+)>\[(\w+), (\w+)\]")
 
 
 def interpreted() -> bool:
     """Whether Triton runs in its interpreter, on the CPU."""
     return bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache
+def processors(device: int) -> int:
+    """Multiprocessors of a CUDA device; in the interpreter a few."""
+    return 3 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cdiv(a: int, b: int) -> int:
@@ -76,6 +86,8 @@ class Kernel:
             raise PackageError(f"kernel {self.name} takes {function.arg_names}, but is passed {expected}")
         self.launches = tuple(Launch(*row[:6], dict(zip(constants, row[6:], strict=True))) for row in launches)
         self._compiled: dict[tuple[Launch, int], _Compiled] = {}
+        matched = {name: _TILED.fullmatch(of) for name, of in arguments.items()}
+        self._tiled = {name: found.groups() for name, found in matched.items() if found}
 
     def pick(self, rows: int, rank: int, adapters: int = 0) -> Launch:
         """The first configuration for `rows` rows and `adapters` adapters of rank up to `rank`."""
@@ -90,6 +102,9 @@ class Kernel:
         """Launch on the current stream. Arguments are named, in the order of the kernel's signature."""
         if not all(grid):
             return
+        for name in self._tiled:
+            tensor = arguments[name]
+            arguments[name] = TensorDescriptor(tensor, tensor.shape, tensor.stride(), self._block(name, launch))
         if interpreted():
             self.function[grid](**arguments, **launch.specialised(False)[0])
             return
@@ -129,10 +144,31 @@ class Kernel:
             raise PackageError(f"{self.name} would be compiled after the package was sealed: call warm() before seal()")
         dependent = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
         constants, options = launch.specialised(dependent)
-        values = [_ELEMENT[of[1:]] if of.startswith("*") else _SCALAR[of] for of in self.arguments.values()]
+        values = [self._example(name, launch) for name in self.arguments]
         compiled = self.function.warmup(*values, grid=(1,), **constants, **options)
         self._compiled[launch, device] = _Compiled(compiled, tuple(constants.values()), launch.pdl and dependent)
         return self._compiled[launch, device]
+
+    def signature(self, launch: Launch) -> dict[str, str]:
+        """The types of the arguments of one configuration, as Triton's compiler names them."""
+        tiled = {
+            name: f"tensordesc<{element}[{', '.join(map(str, self._block(name, launch)))}]>"
+            for name, (element, *_) in self._tiled.items()
+        }
+        return self.arguments | tiled
+
+    def _block(self, name: str, launch: Launch) -> list[int]:
+        """Rows and columns of the tiles an argument is read in."""
+        return [launch.constants[size] for size in self._tiled[name][1:]]
+
+    def _example(self, name: str, launch: Launch):
+        """A value that stands for every value of an argument, for Triton to specialise on."""
+        if name in self._tiled:
+            block = self._block(name, launch)
+            tensor = torch.empty(block, dtype=_ELEMENT[self._tiled[name][0]], device="cuda")
+            return TensorDescriptor(tensor, block, tensor.stride(), block)
+        of = self.arguments[name]
+        return _ELEMENT[of[1:]] if of.startswith("*") else _SCALAR[of]
 
 
 class _Compiled:

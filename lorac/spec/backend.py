@@ -40,6 +40,8 @@ class Tile(_Declared):
     warps: Literal[1, 2, 4, 8, 16] = Field(4, description="warps of a program")
     stages: StrictInt = Field(2, ge=1, le=8, description="depth of software pipelining")
     pdl: StrictBool = Field(False, description="launch by programmatic dependent launch where the target has it")
+    bare: StrictBool = Field(False, description="serves batches without adapters alone, summing as the others do")
+    library: StrictBool = Field(False, description="what it serves is left to the library's base GEMM and to segments")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -63,17 +65,19 @@ class Kernel(_Declared):
     )
     modules: tuple[Identifier, ...] = Field((), description="the only modules it serves; empty: all of its kinds")
     arguments: dict[Identifier, StrictStr] = Field(
-        description="arguments in order: name to type, *dtype for the spec's"
+        description="arguments in order: name to type; *dtype is of the spec, tile<dtype>[ROWS, COLUMNS] read in tiles"
     )
     constants: tuple[Identifier, ...] = Field(
         description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL the launch option"
     )
     max_rows: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many rows alone")
+    beside: Identifier | None = Field(None, description="serves the modules alone that this earlier stage serves")
+    above: StrictInt = Field(0, ge=0, description="serves batches of more rows than this alone")
     base: StrictBool = Field(
         False, description="computes the base as well, so that it is launched without adapters too"
     )
     when_split: tuple[Identifier, ...] = Field((), description="arguments only a kernel that splits K takes")
-    dims: dict[Identifier, Literal["rows", "rank", "in", "out"]] = Field(
+    dims: dict[Identifier, Literal["rows", "rank", "columns", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
     )
     follows: dict[Identifier, Annotated[StrictStr, Field(pattern=r"^[a-z_]+\.[A-Z_]+$")]] = Field(
@@ -86,6 +90,11 @@ class Kernel(_Declared):
         default_factory=dict, description="device memory it needs between launches"
     )
     tiles: tuple[Tile, ...] = Field(min_length=1, description="launch configurations; the last serves everything")
+
+    @property
+    def tiled(self) -> bool:
+        """Whether it reads tensors by descriptor, tile by tile."""
+        return any(of.startswith("tile<") for of in self.arguments.values())
 
 
 class Note(_Declared):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv
+from lorac.runtime.launch import Kernel, cdiv, processors
 from lorac.runtime.ticket import Batch, Scratch
 
 
@@ -36,6 +36,47 @@ def _b_tile(b, active, n, wanted_n, first, ACTIVE: tl.constexpr, BLOCK_R: tl.con
 def _not_before(value):
     """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=2)
+
+
+NO_SLOT = tl.constexpr(2**20)  # more than there are, and times R within an int32
+
+
+@triton.jit
+def _next_slot(own, slot):
+    """The least slot above `slot` that one of the rows has, else NO_SLOT."""
+    return tl.min(tl.where(own > slot, own, NO_SLOT), 0)
+
+
+@triton.jit
+def _b_of(b, slot, n, wanted_n, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """B of one slot, [n, BLOCK_R]; of NO_SLOT zeros."""
+    SLOTS: tl.constexpr = 8
+    r = tl.arange(0, BLOCK_R)
+    wanted = ((slot + r * 0 < NO_SLOT) & (r < R))[None, :] & (n >= 0)[:, None]
+    if wanted_n is not None:
+        wanted = wanted & wanted_n[:, None]
+    return tl.load(b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :], mask=wanted, other=0.0)
+
+
+@triton.jit
+def _h_tile(h_row, own, active, first, ACTIVE: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr):
+    """h of CHUNK columns (entry of `active`, r) from `first`, [rows, CHUNK], zero where a row is another's."""
+    c = first + tl.arange(0, CHUNK)
+    slot = c // BLOCK_R
+    if ACTIVE < 8:
+        slot = tl.load(active + slot)
+    mine = (own[:, None] == slot[None, :]) & (own >= 0)[:, None]
+    return tl.load(h_row + (c % BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _tile_of(number, tiles_m, TILES: tl.constexpr):
+    """(row tile, tile of outputs): eight row tiles side by side, so that a wave of programs shares both in L2."""
+    GROUP: tl.constexpr = 8
+    group = number // (GROUP * TILES)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    inside = number % (GROUP * TILES)
+    return group * GROUP + inside % height, inside // height
 
 
 # qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
@@ -132,10 +173,8 @@ SHRINK_QKV_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
         (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
-        (64, 64, 1, 4, 4, True, 1, 64, 64, 64, 128, 4, 1),
         (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
         (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
-        (64, 64, 8, 4, 4, True, 8, 64, 64, 64, 128, 4, 1),
     ),
 )
 
@@ -232,13 +271,259 @@ PROJECT_QKV_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
         (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
-        (64, 0, 0, 4, 8, True, 0, 64, 16, 64, 64, 128, 1),
         (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
         (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
-        (64, 64, 1, 4, 8, True, 1, 64, 64, 64, 64, 128, 1),
         (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
         (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
-        (64, 64, 8, 4, 8, True, 8, 64, 64, 64, 64, 128, 1),
+    ),
+)
+
+
+@triton.jit
+def _tile_project_qkv_proj_tile(
+    number, x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
+    K: tl.constexpr = 4096
+    N: tl.constexpr = 6144
+    SLICES: tl.constexpr = 3
+    R: tl.constexpr = 64
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
+    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    TILES: tl.constexpr = (
+        (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
+    )
+    tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
+    part = 0
+    tile_in_slice = tile
+    start = 0
+    # k_proj
+    FIRST_1: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_1:
+        part = 1
+        tile_in_slice = tile - FIRST_1
+        start = 4096
+    # v_proj
+    FIRST_2: tl.constexpr = FIRST_1 + (1024 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_2:
+        part = 2
+        tile_in_slice = tile - FIRST_2
+        start = 5120
+
+    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = start + within
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WIDTH > 0:
+        own = tl.load(row_slot + row, mask=row < rows, other=-1)
+        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
+        if CHUNK == 0:
+            slot = _next_slot(own, -1)
+        if LATE:
+            # on its way while the base is summed
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x_tile = x.load([tile_m * BLOCK_M, k])
+        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc)
+
+    if ONE:
+        tl.extra.cuda.gdc_launch_dependents()
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    if WIDTH > 0:
+        if not LATE:
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+        if CHUNK == 0:
+            # adapter by adapter: of those that the tile's rows have
+            while slot < NO_SLOT:
+                mine = (own == slot)[:, None]
+                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+                if LATE:
+                    b_tile = _not_before(b_tile)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+                slot = _next_slot(own, slot)
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        elif AT_ONCE:
+            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
+            if LATE:
+                b_tile = _not_before(b_tile)
+            acc = tl.dot(h_tile, b_tile.T, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def tile_project_qkv_proj(
+    x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for qkv_proj.
+
+    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
+    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
+    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
+    before the wait.
+    """
+    if LOOP:
+        # programs take the next tile when they are done with one, and so do not overlap with the launches around
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        TILES: tl.constexpr = (
+            (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
+        )
+        tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+            _tile_project_qkv_proj_tile(
+                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
+                BLOCK_K, BLOCK_C, False,
+            )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+    else:
+        if PDL and ACTIVE == 0:
+            tl.extra.cuda.gdc_wait()
+        _tile_project_qkv_proj_tile(
+            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
+            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+        )  # fmt: skip
+
+
+TILE_PROJECT_QKV_PROJ = Kernel(
+    tile_project_qkv_proj,
+    {
+        "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
+        "b": "*bf16",
+        "active": "*i32",
+        "row_slot": "*i32",
+        "h": "*bf16",
+        "y": "*bf16",
+        "rows": "i32",
+    },
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 0, 1),
+        (128, 0, 0, 4, 4, True, 0, 128, 16, 64, 128, 64, 0, 1),
+        (1024, 0, 0, 4, 4, True, 0, 128, 16, 128, 64, 0, 0, 1),
+        (0, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 128, 0, 1),
+        (128, 64, 1, 4, 4, True, 1, 128, 64, 64, 128, 64, 0, 1),
+        (1024, 64, 1, 4, 4, True, 1, 128, 64, 128, 64, 0, 0, 1),
+        (0, 64, 1, 8, 3, True, 1, 128, 64, 256, 64, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 128, 0, 1),
+        (128, 64, 8, 4, 4, True, 8, 128, 64, 64, 128, 64, 0, 1),
+        (1024, 64, 8, 4, 4, True, 8, 128, 64, 128, 64, 0, 0, 1),
+        (0, 64, 8, 8, 3, True, 8, 128, 64, 256, 64, 0, 1, 1),
+    ),
+)
+
+
+@triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
+def tile_shrink_qkv_proj(
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for qkv_proj.
+
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. Base rows of h are not
+    written: who reads h leaves them out.
+    """
+    K: tl.constexpr = 4096
+    SLICES: tl.constexpr = 3
+    R: tl.constexpr = 64
+    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
+    segment = tl.program_id(0) // blocks
+    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
+    end = tl.load(seg_end + segment)
+    slot = tl.load(seg_slot + segment).to(tl.int64)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (slot < 0) | (first_row >= end):
+        return
+
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < COLUMNS
+    part = column // BLOCK_R
+    r = column % BLOCK_R
+    wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
+    own_scale = tl.load(scale + slot * SLICES + part, mask=inside_h, other=0.0)
+    position = first_row + tl.arange(0, BLOCK_M)
+    live = position < end
+    row = tl.load(order + position, mask=live, other=0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row[:, None] * x_stride + k[None, :]
+    a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    share = tl.program_id(2)
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+        x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        acc = tl.dot(x_tile, a_tile, acc)
+
+    at = row[:, None] * COLUMNS + column[None, :]
+    mask = live[:, None] & inside_h[None, :]
+    if SPLIT_K > 1:
+        # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
+        plane = rows.to(tl.int64) * COLUMNS
+        tl.store(parts + share * plane + at, acc, mask=mask)
+        tl.debug_barrier()
+        tick = ticks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(tick, 1, sem="acq_rel") != SPLIT_K - 1:
+            return
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for other in range(SPLIT_K):
+            acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.atomic_xchg(tick, 0, sem="relaxed")
+    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+
+
+TILE_SHRINK_QKV_PROJ = Kernel(
+    tile_shrink_qkv_proj,
+    {
+        "x": "*bf16",
+        "x_stride": "i32",
+        "a": "*bf16",
+        "rank": "*i32",
+        "scale": "*fp32",
+        "order": "*i32",
+        "seg_slot": "*i32",
+        "seg_start": "*i32",
+        "seg_end": "*i32",
+        "h": "*bf16",
+        "parts": "*fp32",
+        "ticks": "*i32",
+        "blocks": "i32",
+        "rows": "i32",
+    },
+    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (256, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
+        (0, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
     ),
 )
 
@@ -475,11 +760,63 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     )
 
 
+def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    """As `linear_qkv_proj`, for many rows: the weights are read in tiles that several rows share."""
+    a, b, rank, scale = slot
+    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
+    launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+    h = scratch("h", rows * 3 * launch.BLOCK_R if batch.adapters else 0, x.dtype)
+    if batch.adapters:
+        shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
+        blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
+        columns = 3 * shrink.BLOCK_R
+        tiles = cdiv(columns, shrink.BLOCK_N)
+        split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
+        parts = scratch("parts", split * rows * columns, torch.float32)
+        ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
+        TILE_SHRINK_QKV_PROJ.run(
+            shrink,
+            (segments * blocks, tiles, shrink.SPLIT_K),
+            x=x,
+            x_stride=x.stride(0) // 16,
+            a=a,
+            rank=rank,
+            scale=scale,
+            order=index.order,
+            seg_slot=index.seg_slot,
+            seg_start=index.seg_start,
+            seg_end=index.seg_end,
+            h=h,
+            parts=parts,
+            ticks=ticks,
+            blocks=blocks,
+            rows=rows,
+        )
+    y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
+    tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
+    tiles *= cdiv(rows, launch.BLOCK_M)
+    TILE_PROJECT_QKV_PROJ.run(
+        launch,
+        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        x=x,
+        weight=weight,
+        b=b,
+        active=index.active,
+        row_slot=index.row_slot,
+        h=h,
+        y=y,
+        rows=rows,
+    )
+    return y
+
+
 def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 6144]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
-    if rows > 64:
-        # cuBLAS has the base from here on
+    if rows > 32:
+        if not any(least <= rows <= most for least, most in ((129, 512),)):
+            return tiles_qkv_proj(x, weight, slot, batch, scratch)
+        # cuBLAS is faster here
         y = torch.nn.functional.linear(x, weight)
         if batch.adapters:
             add_qkv_proj(x, y, slot, batch, scratch)
@@ -620,19 +957,17 @@ SHRINK_O_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
         (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
-        (64, 64, 1, 4, 4, True, 1, 64, 64, 64, 128, 4, 1),
         (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
         (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
-        (64, 64, 8, 4, 4, True, 8, 64, 64, 64, 128, 4, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_o_proj(
-    x, x_stride, weight, b, active, h, y, sums, arrivals, rows,
+    x, x_stride, weight, b, active, h, y, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj.
 
@@ -647,8 +982,7 @@ def project_o_proj(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0) // SPLIT_K
-    share = tl.program_id(0) % SPLIT_K
+    tile = tl.program_id(0)
     part = 0
     tile_in_slice = tile
     start = 0
@@ -666,8 +1000,7 @@ def project_o_proj(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for first in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+    for first in range(0, K, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
@@ -675,18 +1008,6 @@ def project_o_proj(
     if PDL and WIDTH > 0:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if SPLIT_K > 1:
-        # the last program of a tile to arrive adds the shares in their fixed order and goes on; the others are done
-        own_sums = sums + tile * (SPLIT_K * BLOCK_N * BLOCK_M)
-        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
-        tl.store(own_sums + share * (BLOCK_N * BLOCK_M) + at, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLIT_K - 1:
-            return
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for other in tl.static_range(SPLIT_K):
-            acc += tl.load(own_sums + other * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
-        tl.atomic_xchg(arrivals + tile, 0, sem="relaxed")
     if WIDTH > 0:
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
@@ -715,22 +1036,256 @@ PROJECT_O_PROJ = Kernel(
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
-        "sums": "*fp32",
-        "arrivals": "*i32",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "SPLIT_K", "PDL"),
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1, 1),
-        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1, 1),
-        (64, 0, 0, 4, 8, True, 0, 64, 16, 64, 64, 128, 2, 1),
-        (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1, 1),
-        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1, 1),
-        (64, 64, 1, 4, 8, True, 1, 64, 64, 64, 64, 128, 2, 1),
-        (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1, 1),
-        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1, 1),
-        (64, 64, 8, 4, 8, True, 8, 64, 64, 64, 64, 128, 2, 1),
+        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
+        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
+        (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
+        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
+        (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
+        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
+    ),
+)
+
+
+@triton.jit
+def _tile_project_o_proj_tile(
+    number, x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
+    K: tl.constexpr = 4096
+    N: tl.constexpr = 4096
+    SLICES: tl.constexpr = 1
+    R: tl.constexpr = 64
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
+    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
+    tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
+    part = 0
+    tile_in_slice = tile
+    start = 0
+
+    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = start + within
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WIDTH > 0:
+        own = tl.load(row_slot + row, mask=row < rows, other=-1)
+        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
+        if CHUNK == 0:
+            slot = _next_slot(own, -1)
+        if LATE:
+            # on its way while the base is summed
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x_tile = x.load([tile_m * BLOCK_M, k])
+        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc)
+
+    if ONE:
+        tl.extra.cuda.gdc_launch_dependents()
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    if WIDTH > 0:
+        if not LATE:
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+        if CHUNK == 0:
+            # adapter by adapter: of those that the tile's rows have
+            while slot < NO_SLOT:
+                mine = (own == slot)[:, None]
+                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+                if LATE:
+                    b_tile = _not_before(b_tile)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+                slot = _next_slot(own, slot)
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        elif AT_ONCE:
+            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
+            if LATE:
+                b_tile = _not_before(b_tile)
+            acc = tl.dot(h_tile, b_tile.T, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def tile_project_o_proj(
+    x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for o_proj.
+
+    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
+    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
+    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
+    before the wait.
+    """
+    if LOOP:
+        # programs take the next tile when they are done with one, and so do not overlap with the launches around
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
+        tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+            _tile_project_o_proj_tile(
+                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
+                BLOCK_K, BLOCK_C, False,
+            )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+    else:
+        if PDL and ACTIVE == 0:
+            tl.extra.cuda.gdc_wait()
+        _tile_project_o_proj_tile(
+            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
+            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+        )  # fmt: skip
+
+
+TILE_PROJECT_O_PROJ = Kernel(
+    tile_project_o_proj,
+    {
+        "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
+        "b": "*bf16",
+        "active": "*i32",
+        "row_slot": "*i32",
+        "h": "*bf16",
+        "y": "*bf16",
+        "rows": "i32",
+    },
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (64, 0, 0, 4, 6, True, 0, 64, 16, 32, 128, 128, 0, 1),
+        (128, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 64, 0, 1),
+        (256, 0, 0, 4, 6, True, 0, 128, 16, 64, 64, 64, 0, 1),
+        (512, 0, 0, 8, 4, True, 0, 128, 16, 128, 64, 0, 0, 1),
+        (1024, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 0, 1),
+        (0, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 64, 32, 128, 128, 0, 1),
+        (128, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 64, 0, 1),
+        (256, 64, 1, 4, 6, True, 1, 128, 64, 64, 64, 64, 0, 1),
+        (512, 64, 1, 8, 4, True, 1, 128, 64, 128, 64, 0, 0, 1),
+        (1024, 64, 1, 8, 3, True, 1, 128, 64, 256, 64, 0, 0, 1),
+        (0, 64, 1, 8, 3, True, 1, 128, 64, 256, 64, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 64, 32, 128, 128, 0, 1),
+        (128, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 64, 0, 1),
+        (256, 64, 8, 4, 6, True, 8, 128, 64, 64, 64, 64, 0, 1),
+        (512, 64, 8, 8, 4, True, 8, 128, 64, 128, 64, 0, 0, 1),
+        (1024, 64, 8, 8, 3, True, 8, 128, 64, 256, 64, 0, 0, 1),
+        (0, 64, 8, 8, 3, True, 8, 128, 64, 256, 64, 0, 1, 1),
+    ),
+)
+
+
+@triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
+def tile_shrink_o_proj(
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for o_proj.
+
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. Base rows of h are not
+    written: who reads h leaves them out.
+    """
+    K: tl.constexpr = 4096
+    SLICES: tl.constexpr = 1
+    R: tl.constexpr = 64
+    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
+    segment = tl.program_id(0) // blocks
+    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
+    end = tl.load(seg_end + segment)
+    slot = tl.load(seg_slot + segment).to(tl.int64)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (slot < 0) | (first_row >= end):
+        return
+
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < COLUMNS
+    part = column // BLOCK_R
+    r = column % BLOCK_R
+    wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
+    own_scale = tl.load(scale + slot * SLICES + part, mask=inside_h, other=0.0)
+    position = first_row + tl.arange(0, BLOCK_M)
+    live = position < end
+    row = tl.load(order + position, mask=live, other=0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row[:, None] * x_stride + k[None, :]
+    a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    share = tl.program_id(2)
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+        x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        acc = tl.dot(x_tile, a_tile, acc)
+
+    at = row[:, None] * COLUMNS + column[None, :]
+    mask = live[:, None] & inside_h[None, :]
+    if SPLIT_K > 1:
+        # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
+        plane = rows.to(tl.int64) * COLUMNS
+        tl.store(parts + share * plane + at, acc, mask=mask)
+        tl.debug_barrier()
+        tick = ticks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(tick, 1, sem="acq_rel") != SPLIT_K - 1:
+            return
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for other in range(SPLIT_K):
+            acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.atomic_xchg(tick, 0, sem="relaxed")
+    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+
+
+TILE_SHRINK_O_PROJ = Kernel(
+    tile_shrink_o_proj,
+    {
+        "x": "*bf16",
+        "x_stride": "i32",
+        "a": "*bf16",
+        "rank": "*i32",
+        "scale": "*fp32",
+        "order": "*i32",
+        "seg_slot": "*i32",
+        "seg_start": "*i32",
+        "seg_end": "*i32",
+        "h": "*bf16",
+        "parts": "*fp32",
+        "ticks": "*i32",
+        "blocks": "i32",
+        "rows": "i32",
+    },
+    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (256, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
+        (0, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
     ),
 )
 
@@ -955,15 +1510,61 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
     )
 
 
+def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    """As `linear_o_proj`, for many rows: the weights are read in tiles that several rows share."""
+    a, b, rank, scale = slot
+    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
+    launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
+    h = scratch("h", rows * 1 * launch.BLOCK_R if batch.adapters else 0, x.dtype)
+    if batch.adapters:
+        shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
+        blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
+        columns = 1 * shrink.BLOCK_R
+        tiles = cdiv(columns, shrink.BLOCK_N)
+        split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
+        parts = scratch("parts", split * rows * columns, torch.float32)
+        ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
+        TILE_SHRINK_O_PROJ.run(
+            shrink,
+            (segments * blocks, tiles, shrink.SPLIT_K),
+            x=x,
+            x_stride=x.stride(0) // 16,
+            a=a,
+            rank=rank,
+            scale=scale,
+            order=index.order,
+            seg_slot=index.seg_slot,
+            seg_start=index.seg_start,
+            seg_end=index.seg_end,
+            h=h,
+            parts=parts,
+            ticks=ticks,
+            blocks=blocks,
+            rows=rows,
+        )
+    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
+    tiles = cdiv(4096, launch.BLOCK_N)
+    tiles *= cdiv(rows, launch.BLOCK_M)
+    TILE_PROJECT_O_PROJ.run(
+        launch,
+        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        x=x,
+        weight=weight,
+        b=b,
+        active=index.active,
+        row_slot=index.row_slot,
+        h=h,
+        y=y,
+        rows=rows,
+    )
+    return y
+
+
 def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 4096]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
-    if rows > 64:
-        # cuBLAS has the base from here on
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            add_o_proj(x, y, slot, batch, scratch)
-        return y
+    if rows > 32:
+        return tiles_o_proj(x, weight, slot, batch, scratch)
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -991,12 +1592,9 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
         )
     y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
-    split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
-    sums = scratch("sums", tiles * split * launch.BLOCK_N * launch.BLOCK_M, torch.float32)
-    arrivals = scratch("arrivals", tiles if split else 0, torch.int32, zero=True)
     PROJECT_O_PROJ.run(
         launch,
-        (tiles * launch.SPLIT_K,),
+        (tiles,),
         x=x,
         x_stride=x.stride(0) // 16,
         weight=weight,
@@ -1004,8 +1602,6 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
         active=index.active,
         h=h,
         y=y,
-        sums=sums,
-        arrivals=arrivals,
         rows=rows,
     )
     return y
@@ -1106,10 +1702,8 @@ SHRINK_GATE_UP_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
         (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
-        (64, 64, 1, 4, 4, True, 1, 64, 64, 64, 128, 4, 1),
         (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
         (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
-        (64, 64, 8, 4, 4, True, 8, 64, 64, 64, 128, 4, 1),
     ),
 )
 
@@ -1200,13 +1794,250 @@ PROJECT_GATE_UP_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 4, True, 0, 16, 16, 64, 128, 128, 1),
         (32, 0, 0, 4, 3, True, 0, 32, 16, 64, 64, 128, 1),
-        (64, 0, 0, 4, 3, True, 0, 64, 16, 128, 64, 128, 1),
         (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 128, 1),
         (32, 64, 1, 4, 3, True, 1, 32, 64, 64, 64, 128, 1),
-        (64, 64, 1, 4, 3, True, 1, 64, 64, 128, 64, 128, 1),
         (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 128, 1),
         (32, 64, 8, 4, 3, True, 8, 32, 64, 64, 64, 128, 1),
-        (64, 64, 8, 4, 3, True, 8, 64, 64, 128, 64, 128, 1),
+    ),
+)
+
+
+@triton.jit
+def _tile_project_gate_up_proj_tile(
+    number, x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
+    K: tl.constexpr = 4096
+    N: tl.constexpr = 28672
+    SLICES: tl.constexpr = 2
+    R: tl.constexpr = 64
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
+    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
+    tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
+    part = 0
+    tile_in_slice = tile
+    start = 0
+    # up_proj
+    FIRST_1: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_1:
+        part = 1
+        tile_in_slice = tile - FIRST_1
+        start = 14336
+
+    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = start + within
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WIDTH > 0:
+        own = tl.load(row_slot + row, mask=row < rows, other=-1)
+        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
+        if CHUNK == 0:
+            slot = _next_slot(own, -1)
+        if LATE:
+            # on its way while the base is summed
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x_tile = x.load([tile_m * BLOCK_M, k])
+        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc)
+
+    if ONE:
+        tl.extra.cuda.gdc_launch_dependents()
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    if WIDTH > 0:
+        if not LATE:
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+        if CHUNK == 0:
+            # adapter by adapter: of those that the tile's rows have
+            while slot < NO_SLOT:
+                mine = (own == slot)[:, None]
+                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+                if LATE:
+                    b_tile = _not_before(b_tile)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+                slot = _next_slot(own, slot)
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        elif AT_ONCE:
+            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
+            if LATE:
+                b_tile = _not_before(b_tile)
+            acc = tl.dot(h_tile, b_tile.T, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def tile_project_gate_up_proj(
+    x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for gate_up_proj.
+
+    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
+    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
+    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
+    before the wait.
+    """
+    if LOOP:
+        # programs take the next tile when they are done with one, and so do not overlap with the launches around
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
+        tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+            _tile_project_gate_up_proj_tile(
+                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
+                BLOCK_K, BLOCK_C, False,
+            )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+    else:
+        if PDL and ACTIVE == 0:
+            tl.extra.cuda.gdc_wait()
+        _tile_project_gate_up_proj_tile(
+            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
+            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+        )  # fmt: skip
+
+
+TILE_PROJECT_GATE_UP_PROJ = Kernel(
+    tile_project_gate_up_proj,
+    {
+        "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
+        "b": "*bf16",
+        "active": "*i32",
+        "row_slot": "*i32",
+        "h": "*bf16",
+        "y": "*bf16",
+        "rows": "i32",
+    },
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (64, 0, 0, 4, 4, True, 0, 64, 16, 128, 64, 64, 0, 1),
+        (128, 0, 0, 4, 3, True, 0, 128, 16, 128, 64, 64, 0, 1),
+        (256, 0, 0, 8, 4, True, 0, 256, 16, 128, 64, 64, 0, 1),
+        (0, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 1, 1),
+        (64, 64, 1, 4, 4, True, 1, 64, 64, 128, 64, 64, 0, 1),
+        (128, 64, 1, 4, 3, True, 1, 128, 64, 128, 64, 64, 0, 1),
+        (256, 64, 1, 8, 4, True, 1, 256, 64, 128, 64, 64, 0, 1),
+        (0, 64, 1, 8, 4, True, 1, 128, 64, 256, 64, 0, 0, 1),
+        (64, 64, 8, 4, 4, True, 8, 64, 64, 128, 64, 64, 0, 1),
+        (128, 64, 8, 4, 3, True, 8, 128, 64, 128, 64, 64, 0, 1),
+        (256, 64, 8, 8, 4, True, 8, 256, 64, 128, 64, 64, 0, 1),
+        (0, 64, 8, 8, 4, True, 8, 128, 64, 256, 64, 0, 0, 1),
+    ),
+)
+
+
+@triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
+def tile_shrink_gate_up_proj(
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for
+    gate_up_proj.
+
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. Base rows of h are not
+    written: who reads h leaves them out.
+    """
+    K: tl.constexpr = 4096
+    SLICES: tl.constexpr = 2
+    R: tl.constexpr = 64
+    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
+    segment = tl.program_id(0) // blocks
+    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
+    end = tl.load(seg_end + segment)
+    slot = tl.load(seg_slot + segment).to(tl.int64)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (slot < 0) | (first_row >= end):
+        return
+
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < COLUMNS
+    part = column // BLOCK_R
+    r = column % BLOCK_R
+    wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
+    own_scale = tl.load(scale + slot * SLICES + part, mask=inside_h, other=0.0)
+    position = first_row + tl.arange(0, BLOCK_M)
+    live = position < end
+    row = tl.load(order + position, mask=live, other=0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row[:, None] * x_stride + k[None, :]
+    a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    share = tl.program_id(2)
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+        x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        acc = tl.dot(x_tile, a_tile, acc)
+
+    at = row[:, None] * COLUMNS + column[None, :]
+    mask = live[:, None] & inside_h[None, :]
+    if SPLIT_K > 1:
+        # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
+        plane = rows.to(tl.int64) * COLUMNS
+        tl.store(parts + share * plane + at, acc, mask=mask)
+        tl.debug_barrier()
+        tick = ticks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(tick, 1, sem="acq_rel") != SPLIT_K - 1:
+            return
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for other in range(SPLIT_K):
+            acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.atomic_xchg(tick, 0, sem="relaxed")
+    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+
+
+TILE_SHRINK_GATE_UP_PROJ = Kernel(
+    tile_shrink_gate_up_proj,
+    {
+        "x": "*bf16",
+        "x_stride": "i32",
+        "a": "*bf16",
+        "rank": "*i32",
+        "scale": "*fp32",
+        "order": "*i32",
+        "seg_slot": "*i32",
+        "seg_start": "*i32",
+        "seg_end": "*i32",
+        "h": "*bf16",
+        "parts": "*fp32",
+        "ticks": "*i32",
+        "blocks": "i32",
+        "rows": "i32",
+    },
+    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (256, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
+        (0, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
     ),
 )
 
@@ -1437,13 +2268,67 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
     )
 
 
+def tiles_gate_up_proj(
+    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
+) -> torch.Tensor:
+    """As `linear_gate_up_proj`, for many rows: the weights are read in tiles that several rows share."""
+    a, b, rank, scale = slot
+    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
+    launch = TILE_PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
+    h = scratch("h", rows * 2 * launch.BLOCK_R if batch.adapters else 0, x.dtype)
+    if batch.adapters:
+        shrink = TILE_SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
+        blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
+        columns = 2 * shrink.BLOCK_R
+        tiles = cdiv(columns, shrink.BLOCK_N)
+        split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
+        parts = scratch("parts", split * rows * columns, torch.float32)
+        ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
+        TILE_SHRINK_GATE_UP_PROJ.run(
+            shrink,
+            (segments * blocks, tiles, shrink.SPLIT_K),
+            x=x,
+            x_stride=x.stride(0) // 16,
+            a=a,
+            rank=rank,
+            scale=scale,
+            order=index.order,
+            seg_slot=index.seg_slot,
+            seg_start=index.seg_start,
+            seg_end=index.seg_end,
+            h=h,
+            parts=parts,
+            ticks=ticks,
+            blocks=blocks,
+            rows=rows,
+        )
+    y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
+    tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
+    tiles *= cdiv(rows, launch.BLOCK_M)
+    TILE_PROJECT_GATE_UP_PROJ.run(
+        launch,
+        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        x=x,
+        weight=weight,
+        b=b,
+        active=index.active,
+        row_slot=index.row_slot,
+        h=h,
+        y=y,
+        rows=rows,
+    )
+    return y
+
+
 def linear_gate_up_proj(
     x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
 ) -> torch.Tensor:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 28672]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
-    if rows > 64:
-        # cuBLAS has the base from here on
+    if rows > 32:
+        if not any(least <= rows <= most for least, most in ((257, 512),)):
+            return tiles_gate_up_proj(x, weight, slot, batch, scratch)
+        # cuBLAS is faster here
         y = torch.nn.functional.linear(x, weight)
         if batch.adapters:
             add_gate_up_proj(x, y, slot, batch, scratch)
@@ -1584,19 +2469,17 @@ SHRINK_DOWN_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
         (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
-        (64, 64, 1, 4, 4, True, 1, 64, 64, 64, 128, 4, 1),
         (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
         (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
-        (64, 64, 8, 4, 4, True, 8, 64, 64, 64, 128, 4, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["x_stride", "rows"])
 def project_down_proj(
-    x, x_stride, weight, b, active, h, y, sums, arrivals, rows,
+    x, x_stride, weight, b, active, h, y, rows,
     ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for down_proj.
 
@@ -1611,8 +2494,7 @@ def project_down_proj(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0) // SPLIT_K
-    share = tl.program_id(0) % SPLIT_K
+    tile = tl.program_id(0)
     part = 0
     tile_in_slice = tile
     start = 0
@@ -1630,8 +2512,7 @@ def project_down_proj(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL and WIDTH == 0:
         tl.extra.cuda.gdc_wait()
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for first in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+    for first in range(0, K, BLOCK_K):
         w_tile = tl.load(w_at + first)
         x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
@@ -1639,18 +2520,6 @@ def project_down_proj(
     if PDL and WIDTH > 0:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if SPLIT_K > 1:
-        # the last program of a tile to arrive adds the shares in their fixed order and goes on; the others are done
-        own_sums = sums + tile * (SPLIT_K * BLOCK_N * BLOCK_M)
-        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
-        tl.store(own_sums + share * (BLOCK_N * BLOCK_M) + at, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != SPLIT_K - 1:
-            return
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for other in tl.static_range(SPLIT_K):
-            acc += tl.load(own_sums + other * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
-        tl.atomic_xchg(arrivals + tile, 0, sem="relaxed")
     if WIDTH > 0:
         h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
         if WIDTH == CHUNK:
@@ -1679,22 +2548,255 @@ PROJECT_DOWN_PROJ = Kernel(
         "active": "*i32",
         "h": "*bf16",
         "y": "*bf16",
-        "sums": "*fp32",
-        "arrivals": "*i32",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "SPLIT_K", "PDL"),
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 8, True, 0, 16, 16, 64, 128, 128, 1, 1),
-        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1, 1),
-        (64, 0, 0, 4, 8, True, 0, 64, 16, 64, 64, 128, 2, 1),
-        (16, 64, 1, 4, 8, True, 1, 16, 64, 64, 128, 128, 1, 1),
-        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1, 1),
-        (64, 64, 1, 4, 8, True, 1, 64, 64, 64, 64, 128, 2, 1),
-        (16, 64, 8, 4, 8, True, 8, 16, 64, 64, 128, 128, 1, 1),
-        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1, 1),
-        (64, 64, 8, 4, 8, True, 8, 64, 64, 64, 64, 128, 2, 1),
+        (16, 0, 0, 4, 8, True, 0, 16, 16, 64, 128, 128, 1),
+        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
+        (16, 64, 1, 4, 8, True, 1, 16, 64, 64, 128, 128, 1),
+        (32, 64, 1, 4, 8, True, 1, 32, 64, 64, 128, 128, 1),
+        (16, 64, 8, 4, 8, True, 8, 16, 64, 64, 128, 128, 1),
+        (32, 64, 8, 4, 8, True, 8, 32, 64, 64, 128, 128, 1),
+    ),
+)
+
+
+@triton.jit
+def _tile_project_down_proj_tile(
+    number, x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
+    K: tl.constexpr = 14336
+    N: tl.constexpr = 4096
+    SLICES: tl.constexpr = 1
+    R: tl.constexpr = 64
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
+    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
+    tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
+    part = 0
+    tile_in_slice = tile
+    start = 0
+
+    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = start + within
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WIDTH > 0:
+        own = tl.load(row_slot + row, mask=row < rows, other=-1)
+        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
+        if CHUNK == 0:
+            slot = _next_slot(own, -1)
+        if LATE:
+            # on its way while the base is summed
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x_tile = x.load([tile_m * BLOCK_M, k])
+        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc)
+
+    if ONE:
+        tl.extra.cuda.gdc_launch_dependents()
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    if WIDTH > 0:
+        if not LATE:
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+        if CHUNK == 0:
+            # adapter by adapter: of those that the tile's rows have
+            while slot < NO_SLOT:
+                mine = (own == slot)[:, None]
+                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+                if LATE:
+                    b_tile = _not_before(b_tile)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+                slot = _next_slot(own, slot)
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        elif AT_ONCE:
+            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
+            if LATE:
+                b_tile = _not_before(b_tile)
+            acc = tl.dot(h_tile, b_tile.T, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def tile_project_down_proj(
+    x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for down_proj.
+
+    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
+    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
+    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
+    before the wait.
+    """
+    if LOOP:
+        # programs take the next tile when they are done with one, and so do not overlap with the launches around
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
+        tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+            _tile_project_down_proj_tile(
+                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
+                BLOCK_K, BLOCK_C, False,
+            )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+    else:
+        if PDL and ACTIVE == 0:
+            tl.extra.cuda.gdc_wait()
+        _tile_project_down_proj_tile(
+            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
+            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+        )  # fmt: skip
+
+
+TILE_PROJECT_DOWN_PROJ = Kernel(
+    tile_project_down_proj,
+    {
+        "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
+        "b": "*bf16",
+        "active": "*i32",
+        "row_slot": "*i32",
+        "h": "*bf16",
+        "y": "*bf16",
+        "rows": "i32",
+    },
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (64, 0, 0, 4, 6, True, 0, 64, 16, 32, 128, 128, 0, 1),
+        (128, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 64, 0, 1),
+        (512, 0, 0, 8, 4, True, 0, 128, 16, 128, 64, 0, 0, 1),
+        (1024, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 0, 1),
+        (0, 0, 0, 8, 4, True, 0, 128, 16, 256, 64, 0, 0, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 64, 32, 128, 128, 0, 1),
+        (128, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 64, 0, 1),
+        (512, 64, 1, 8, 4, True, 1, 128, 64, 128, 64, 0, 0, 1),
+        (1024, 64, 1, 8, 3, True, 1, 128, 64, 256, 64, 0, 0, 1),
+        (0, 64, 1, 8, 4, True, 1, 128, 64, 256, 64, 0, 0, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 64, 32, 128, 128, 0, 1),
+        (128, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 64, 0, 1),
+        (512, 64, 8, 8, 4, True, 8, 128, 64, 128, 64, 0, 0, 1),
+        (1024, 64, 8, 8, 3, True, 8, 128, 64, 256, 64, 0, 0, 1),
+        (0, 64, 8, 8, 4, True, 8, 128, 64, 256, 64, 0, 0, 1),
+    ),
+)
+
+
+@triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
+def tile_shrink_down_proj(
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for down_proj.
+
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. Base rows of h are not
+    written: who reads h leaves them out.
+    """
+    K: tl.constexpr = 14336
+    SLICES: tl.constexpr = 1
+    R: tl.constexpr = 64
+    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
+    segment = tl.program_id(0) // blocks
+    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
+    end = tl.load(seg_end + segment)
+    slot = tl.load(seg_slot + segment).to(tl.int64)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (slot < 0) | (first_row >= end):
+        return
+
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < COLUMNS
+    part = column // BLOCK_R
+    r = column % BLOCK_R
+    wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
+    own_scale = tl.load(scale + slot * SLICES + part, mask=inside_h, other=0.0)
+    position = first_row + tl.arange(0, BLOCK_M)
+    live = position < end
+    row = tl.load(order + position, mask=live, other=0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row[:, None] * x_stride + k[None, :]
+    a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    share = tl.program_id(2)
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+        x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        acc = tl.dot(x_tile, a_tile, acc)
+
+    at = row[:, None] * COLUMNS + column[None, :]
+    mask = live[:, None] & inside_h[None, :]
+    if SPLIT_K > 1:
+        # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
+        plane = rows.to(tl.int64) * COLUMNS
+        tl.store(parts + share * plane + at, acc, mask=mask)
+        tl.debug_barrier()
+        tick = ticks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(tick, 1, sem="acq_rel") != SPLIT_K - 1:
+            return
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for other in range(SPLIT_K):
+            acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.atomic_xchg(tick, 0, sem="relaxed")
+    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+
+
+TILE_SHRINK_DOWN_PROJ = Kernel(
+    tile_shrink_down_proj,
+    {
+        "x": "*bf16",
+        "x_stride": "i32",
+        "a": "*bf16",
+        "rank": "*i32",
+        "scale": "*fp32",
+        "order": "*i32",
+        "seg_slot": "*i32",
+        "seg_start": "*i32",
+        "seg_end": "*i32",
+        "h": "*bf16",
+        "parts": "*fp32",
+        "ticks": "*i32",
+        "blocks": "i32",
+        "rows": "i32",
+    },
+    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
+        (256, 64, -1, 4, 3, True, 32, 64, 64, 128, 8, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
+        (0, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
     ),
 )
 
@@ -1919,13 +3021,65 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
     )
 
 
+def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    """As `linear_down_proj`, for many rows: the weights are read in tiles that several rows share."""
+    a, b, rank, scale = slot
+    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
+    launch = TILE_PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
+    h = scratch("h", rows * 1 * launch.BLOCK_R if batch.adapters else 0, x.dtype)
+    if batch.adapters:
+        shrink = TILE_SHRINK_DOWN_PROJ.pick(rows, batch.rank)
+        blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
+        columns = 1 * shrink.BLOCK_R
+        tiles = cdiv(columns, shrink.BLOCK_N)
+        split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
+        parts = scratch("parts", split * rows * columns, torch.float32)
+        ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
+        TILE_SHRINK_DOWN_PROJ.run(
+            shrink,
+            (segments * blocks, tiles, shrink.SPLIT_K),
+            x=x,
+            x_stride=x.stride(0) // 16,
+            a=a,
+            rank=rank,
+            scale=scale,
+            order=index.order,
+            seg_slot=index.seg_slot,
+            seg_start=index.seg_start,
+            seg_end=index.seg_end,
+            h=h,
+            parts=parts,
+            ticks=ticks,
+            blocks=blocks,
+            rows=rows,
+        )
+    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
+    tiles = cdiv(4096, launch.BLOCK_N)
+    tiles *= cdiv(rows, launch.BLOCK_M)
+    TILE_PROJECT_DOWN_PROJ.run(
+        launch,
+        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        x=x,
+        weight=weight,
+        b=b,
+        active=index.active,
+        row_slot=index.row_slot,
+        h=h,
+        y=y,
+        rows=rows,
+    )
+    return y
+
+
 def linear_down_proj(
     x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
 ) -> torch.Tensor:
     """x [rows, 14336] @ weight.T + LoRA of x, [rows, 4096]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
-    if rows > 64:
-        # cuBLAS has the base from here on
+    if rows > 32:
+        if not any(least <= rows <= most for least, most in ((129, 256),)):
+            return tiles_down_proj(x, weight, slot, batch, scratch)
+        # cuBLAS is faster here
         y = torch.nn.functional.linear(x, weight)
         if batch.adapters:
             add_down_proj(x, y, slot, batch, scratch)
@@ -1957,12 +3111,9 @@ def linear_down_proj(
         )
     y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
-    split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
-    sums = scratch("sums", tiles * split * launch.BLOCK_N * launch.BLOCK_M, torch.float32)
-    arrivals = scratch("arrivals", tiles if split else 0, torch.int32, zero=True)
     PROJECT_DOWN_PROJ.run(
         launch,
-        (tiles * launch.SPLIT_K,),
+        (tiles,),
         x=x,
         x_stride=x.stride(0) // 16,
         weight=weight,
@@ -1970,8 +3121,6 @@ def linear_down_proj(
         active=index.active,
         h=h,
         y=y,
-        sums=sums,
-        arrivals=arrivals,
         rows=rows,
     )
     return y
@@ -1992,18 +3141,26 @@ ADD = {
 KERNELS = (
     SHRINK_QKV_PROJ,
     PROJECT_QKV_PROJ,
+    TILE_PROJECT_QKV_PROJ,
+    TILE_SHRINK_QKV_PROJ,
     SEGMENT_SHRINK_QKV_PROJ,
     SEGMENT_EXPAND_QKV_PROJ,
     SHRINK_O_PROJ,
     PROJECT_O_PROJ,
+    TILE_PROJECT_O_PROJ,
+    TILE_SHRINK_O_PROJ,
     SEGMENT_SHRINK_O_PROJ,
     SEGMENT_EXPAND_O_PROJ,
     SHRINK_GATE_UP_PROJ,
     PROJECT_GATE_UP_PROJ,
+    TILE_PROJECT_GATE_UP_PROJ,
+    TILE_SHRINK_GATE_UP_PROJ,
     SEGMENT_SHRINK_GATE_UP_PROJ,
     SEGMENT_EXPAND_GATE_UP_PROJ,
     SHRINK_DOWN_PROJ,
     PROJECT_DOWN_PROJ,
+    TILE_PROJECT_DOWN_PROJ,
+    TILE_SHRINK_DOWN_PROJ,
     SEGMENT_SHRINK_DOWN_PROJ,
     SEGMENT_EXPAND_DOWN_PROJ,
 )

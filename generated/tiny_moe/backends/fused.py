@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv
+from lorac.runtime.launch import Kernel, cdiv, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.ticket import Batch, Scratch
 
@@ -37,6 +37,47 @@ def _b_tile(b, active, n, wanted_n, first, ACTIVE: tl.constexpr, BLOCK_R: tl.con
 def _not_before(value):
     """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=1)
+
+
+NO_SLOT = tl.constexpr(2**20)  # more than there are, and times R within an int32
+
+
+@triton.jit
+def _next_slot(own, slot):
+    """The least slot above `slot` that one of the rows has, else NO_SLOT."""
+    return tl.min(tl.where(own > slot, own, NO_SLOT), 0)
+
+
+@triton.jit
+def _b_of(b, slot, n, wanted_n, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """B of one slot, [n, BLOCK_R]; of NO_SLOT zeros."""
+    SLOTS: tl.constexpr = 3
+    r = tl.arange(0, BLOCK_R)
+    wanted = ((slot + r * 0 < NO_SLOT) & (r < R))[None, :] & (n >= 0)[:, None]
+    if wanted_n is not None:
+        wanted = wanted & wanted_n[:, None]
+    return tl.load(b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :], mask=wanted, other=0.0)
+
+
+@triton.jit
+def _h_tile(h_row, own, active, first, ACTIVE: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr):
+    """h of CHUNK columns (entry of `active`, r) from `first`, [rows, CHUNK], zero where a row is another's."""
+    c = first + tl.arange(0, CHUNK)
+    slot = c // BLOCK_R
+    if ACTIVE < 3:
+        slot = tl.load(active + slot)
+    mine = (own[:, None] == slot[None, :]) & (own >= 0)[:, None]
+    return tl.load(h_row + (c % BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _tile_of(number, tiles_m, TILES: tl.constexpr):
+    """(row tile, tile of outputs): eight row tiles side by side, so that a wave of programs shares both in L2."""
+    GROUP: tl.constexpr = 8
+    group = number // (GROUP * TILES)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    inside = number % (GROUP * TILES)
+    return group * GROUP + inside % height, inside // height
 
 
 # qkv_proj: 64 -> q_proj 64 | k_proj 32 | v_proj 32
@@ -116,16 +157,12 @@ SHRINK_QKV_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 8, 1, 4, 4, True, 1, 16, 16, 16, 64, 1),
         (32, 8, 1, 4, 4, True, 1, 32, 16, 16, 64, 1),
-        (64, 8, 1, 4, 4, True, 1, 64, 16, 16, 64, 1),
         (16, 16, 1, 4, 4, True, 1, 16, 16, 16, 64, 1),
         (32, 16, 1, 4, 4, True, 1, 32, 16, 16, 64, 1),
-        (64, 16, 1, 4, 4, True, 1, 64, 16, 16, 64, 1),
         (16, 8, 3, 4, 4, True, 4, 16, 16, 32, 64, 1),
         (32, 8, 3, 4, 4, True, 4, 32, 16, 64, 64, 1),
-        (64, 8, 3, 4, 3, True, 4, 64, 16, 64, 64, 1),
         (16, 16, 3, 4, 4, True, 4, 16, 16, 32, 64, 1),
         (32, 16, 3, 4, 4, True, 4, 32, 16, 64, 64, 1),
-        (64, 16, 3, 4, 3, True, 4, 64, 16, 64, 64, 1),
     ),
 )
 
@@ -225,19 +262,262 @@ PROJECT_QKV_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 4, True, 0, 16, 16, 64, 64, 128, 1),
         (32, 0, 0, 4, 4, True, 0, 32, 16, 64, 64, 128, 1),
-        (64, 0, 0, 4, 3, True, 0, 64, 16, 64, 64, 128, 1),
         (16, 8, 1, 4, 4, True, 1, 16, 16, 64, 64, 128, 1),
         (32, 8, 1, 4, 4, True, 1, 32, 16, 64, 64, 128, 1),
-        (64, 8, 1, 4, 3, True, 1, 64, 16, 64, 64, 128, 1),
         (16, 16, 1, 4, 4, True, 1, 16, 16, 64, 64, 128, 1),
         (32, 16, 1, 4, 4, True, 1, 32, 16, 64, 64, 128, 1),
-        (64, 16, 1, 4, 3, True, 1, 64, 16, 64, 64, 128, 1),
         (16, 8, 3, 4, 4, True, 4, 16, 16, 64, 64, 128, 1),
         (32, 8, 3, 4, 4, True, 4, 32, 16, 64, 64, 128, 1),
-        (64, 8, 3, 4, 3, True, 4, 64, 16, 64, 64, 128, 1),
         (16, 16, 3, 4, 4, True, 4, 16, 16, 64, 64, 128, 1),
         (32, 16, 3, 4, 4, True, 4, 32, 16, 64, 64, 128, 1),
-        (64, 16, 3, 4, 3, True, 4, 64, 16, 64, 64, 128, 1),
+    ),
+)
+
+
+@triton.jit
+def _tile_project_qkv_proj_tile(
+    number, x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
+    K: tl.constexpr = 64
+    N: tl.constexpr = 128
+    SLICES: tl.constexpr = 3
+    R: tl.constexpr = 16
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
+    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    TILES: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
+    tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
+    part = 0
+    tile_in_slice = tile
+    start = 0
+    width = 64
+    # k_proj
+    FIRST_1: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_1:
+        part = 1
+        tile_in_slice = tile - FIRST_1
+        start = 64
+        width = 32
+    # v_proj
+    FIRST_2: tl.constexpr = FIRST_1 + (32 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_2:
+        part = 2
+        tile_in_slice = tile - FIRST_2
+        start = 96
+        width = 32
+
+    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = start + within
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WIDTH > 0:
+        own = tl.load(row_slot + row, mask=row < rows, other=-1)
+        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
+        if CHUNK == 0:
+            slot = _next_slot(own, -1)
+        if LATE:
+            # on its way while the base is summed
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x_tile = x.load([tile_m * BLOCK_M, k])
+        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc, input_precision="ieee")
+
+    if ONE:
+        tl.extra.cuda.gdc_launch_dependents()
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    if WIDTH > 0:
+        if not LATE:
+            if CHUNK == 0:
+                b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+            if AT_ONCE:
+                b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
+        if CHUNK == 0:
+            # adapter by adapter: of those that the tile's rows have
+            while slot < NO_SLOT:
+                mine = (own == slot)[:, None]
+                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+                if LATE:
+                    b_tile = _not_before(b_tile)
+                acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+                slot = _next_slot(own, slot)
+                b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+        elif AT_ONCE:
+            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
+            if LATE:
+                b_tile = _not_before(b_tile)
+            acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, within < width, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
+                acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (within < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def tile_project_qkv_proj(
+    x, weight, b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for qkv_proj.
+
+    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
+    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
+    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
+    before the wait.
+    """
+    if LOOP:
+        # programs take the next tile when they are done with one, and so do not overlap with the launches around
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        TILES: tl.constexpr = (
+            (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
+        )
+        tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+            _tile_project_qkv_proj_tile(
+                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
+                BLOCK_K, BLOCK_C, False,
+            )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+    else:
+        if PDL and ACTIVE == 0:
+            tl.extra.cuda.gdc_wait()
+        _tile_project_qkv_proj_tile(
+            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
+            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+        )  # fmt: skip
+
+
+TILE_PROJECT_QKV_PROJ = Kernel(
+    tile_project_qkv_proj,
+    {
+        "x": "tile<fp32>[BLOCK_M, BLOCK_K]",
+        "weight": "tile<fp32>[BLOCK_N, BLOCK_K]",
+        "b": "*fp32",
+        "active": "*i32",
+        "row_slot": "*i32",
+        "h": "*fp32",
+        "y": "*fp32",
+        "rows": "i32",
+    },
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (64, 0, 0, 4, 4, True, 0, 64, 16, 32, 64, 128, 0, 1),
+        (128, 0, 0, 4, 3, True, 0, 64, 16, 64, 64, 64, 0, 1),
+        (256, 0, 0, 4, 2, True, 0, 128, 16, 64, 64, 64, 0, 1),
+        (1024, 0, 0, 8, 2, True, 0, 128, 16, 64, 64, 0, 0, 1),
+        (0, 0, 0, 8, 2, True, 0, 128, 16, 64, 64, 0, 1, 1),
+        (64, 8, 1, 4, 4, True, 1, 64, 16, 32, 64, 128, 0, 1),
+        (128, 8, 1, 4, 3, True, 1, 64, 16, 64, 64, 64, 0, 1),
+        (256, 8, 1, 4, 2, True, 1, 128, 16, 64, 64, 64, 0, 1),
+        (1024, 8, 1, 8, 2, True, 1, 128, 16, 64, 64, 0, 0, 1),
+        (0, 8, 1, 8, 2, True, 1, 128, 16, 64, 64, 0, 1, 1),
+        (64, 16, 1, 4, 4, True, 1, 64, 16, 32, 64, 128, 0, 1),
+        (128, 16, 1, 4, 3, True, 1, 64, 16, 64, 64, 64, 0, 1),
+        (256, 16, 1, 4, 2, True, 1, 128, 16, 64, 64, 64, 0, 1),
+        (1024, 16, 1, 8, 2, True, 1, 128, 16, 64, 64, 0, 0, 1),
+        (0, 16, 1, 8, 2, True, 1, 128, 16, 64, 64, 0, 1, 1),
+        (64, 8, 3, 4, 4, True, 4, 64, 16, 32, 64, 128, 0, 1),
+        (128, 8, 3, 4, 3, True, 4, 64, 16, 64, 64, 64, 0, 1),
+        (256, 8, 3, 4, 2, True, 4, 128, 16, 64, 64, 64, 0, 1),
+        (1024, 8, 3, 8, 2, True, 4, 128, 16, 64, 64, 0, 0, 1),
+        (0, 8, 3, 8, 2, True, 4, 128, 16, 64, 64, 0, 1, 1),
+        (64, 16, 3, 4, 4, True, 4, 64, 16, 32, 64, 128, 0, 1),
+        (128, 16, 3, 4, 3, True, 4, 64, 16, 64, 64, 64, 0, 1),
+        (256, 16, 3, 4, 2, True, 4, 128, 16, 64, 64, 64, 0, 1),
+        (1024, 16, 3, 8, 2, True, 4, 128, 16, 64, 64, 0, 0, 1),
+        (0, 16, 3, 8, 2, True, 4, 128, 16, 64, 64, 0, 1, 1),
+    ),
+)
+
+
+@triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
+def tile_shrink_qkv_proj(
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, blocks, rows,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for qkv_proj.
+
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r). Base rows of h are not written: who reads h
+    leaves them out.
+    """
+    K: tl.constexpr = 64
+    SLICES: tl.constexpr = 3
+    R: tl.constexpr = 16
+    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
+    segment = tl.program_id(0) // blocks
+    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
+    end = tl.load(seg_end + segment)
+    slot = tl.load(seg_slot + segment).to(tl.int64)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (slot < 0) | (first_row >= end):
+        return
+
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < COLUMNS
+    part = column // BLOCK_R
+    r = column % BLOCK_R
+    wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
+    own_scale = tl.load(scale + slot * SLICES + part, mask=inside_h, other=0.0)
+    position = first_row + tl.arange(0, BLOCK_M)
+    live = position < end
+    row = tl.load(order + position, mask=live, other=0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row[:, None] * x_stride + k[None, :]
+    a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
+
+    at = row[:, None] * COLUMNS + column[None, :]
+    mask = live[:, None] & inside_h[None, :]
+    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+
+
+TILE_SHRINK_QKV_PROJ = Kernel(
+    tile_shrink_qkv_proj,
+    {
+        "x": "*fp32",
+        "x_stride": "i32",
+        "a": "*fp32",
+        "rank": "*i32",
+        "scale": "*fp32",
+        "order": "*i32",
+        "seg_slot": "*i32",
+        "seg_start": "*i32",
+        "seg_end": "*i32",
+        "h": "*fp32",
+        "blocks": "i32",
+        "rows": "i32",
+    },
+    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (256, 8, -1, 4, 4, True, 16, 16, 64, 64, 1),
+        (0, 8, -1, 4, 3, True, 64, 16, 64, 64, 1),
+        (256, 16, -1, 4, 4, True, 16, 16, 64, 64, 1),
+        (0, 16, -1, 4, 3, True, 64, 16, 64, 64, 1),
     ),
 )
 
@@ -460,15 +740,56 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     )
 
 
+def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    """As `linear_qkv_proj`, for many rows: the weights are read in tiles that several rows share."""
+    a, b, rank, scale = slot
+    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
+    launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+    h = scratch("h", rows * 3 * launch.BLOCK_R if batch.adapters else 0, x.dtype)
+    if batch.adapters:
+        shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
+        blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
+        columns = 3 * shrink.BLOCK_R
+        tiles = cdiv(columns, shrink.BLOCK_N)
+        TILE_SHRINK_QKV_PROJ.run(
+            shrink,
+            (segments * blocks, tiles),
+            x=x,
+            x_stride=x.stride(0) // 16,
+            a=a,
+            rank=rank,
+            scale=scale,
+            order=index.order,
+            seg_slot=index.seg_slot,
+            seg_start=index.seg_start,
+            seg_end=index.seg_end,
+            h=h,
+            blocks=blocks,
+            rows=rows,
+        )
+    y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
+    tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
+    tiles *= cdiv(rows, launch.BLOCK_M)
+    TILE_PROJECT_QKV_PROJ.run(
+        launch,
+        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        x=x,
+        weight=weight,
+        b=b,
+        active=index.active,
+        row_slot=index.row_slot,
+        h=h,
+        y=y,
+        rows=rows,
+    )
+    return y
+
+
 def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
     """x [rows, 64] @ weight.T + LoRA of x, [rows, 128]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
-    if rows > 64:
-        # cuBLAS has the base from here on
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            add_qkv_proj(x, y, slot, batch, scratch)
-        return y
+    if rows > 32:
+        return tiles_qkv_proj(x, weight, slot, batch, scratch)
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -1955,6 +2276,8 @@ ADD = {
 KERNELS = (
     SHRINK_QKV_PROJ,
     PROJECT_QKV_PROJ,
+    TILE_PROJECT_QKV_PROJ,
+    TILE_SHRINK_QKV_PROJ,
     SEGMENT_SHRINK_QKV_PROJ,
     SEGMENT_EXPAND_QKV_PROJ,
     PAIR_ACTIVATE_EXPERTS_GATE_UP,

@@ -1,0 +1,112 @@
+"""Base GEMM and LoRA in tiles that several rows share: every family of sizes, against float64, with base rows kept."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from lorac import reference
+from lorac.runtime.launch import Kernel
+from lorac.verify.slots import numbered
+
+RANKS = (24, 5, 16)
+TOLERANCE = {"float32": 1e-6, "float16": 2e-3}
+# (phase, requests) by name: on both sides of every family's rows, adapters mixed, alone, and one after another
+BATCHES = {
+    "few rows, mixed": ("decode", [(-1, 1), (0, 1), (2, 1), (1, 1)] * 10),
+    "one adapter": ("decode", [(1, 1)] * 70),
+    "base rows alone": ("decode", [(-1, 1)] * 100),
+    "two row tiles, mixed": ("decode", [(2, 1), (-1, 1), (0, 1)] * 60),
+    "adapter by adapter": ("prefill", [(2, 130), (-1, 9), (0, 50), (1, 111), (2, 3)]),
+    "programs that take several tiles": ("prefill", [(2, 530), (-1, 90), (0, 250), (1, 200), (0, 30)]),
+}
+
+
+def spec(dtype: str) -> dict:
+    """Widths that no block divides; the rows of one module's inputs start on no 16 bytes."""
+    linears = {
+        "q_proj": {"in": 72, "out": 72, "path": "attn.q_proj"},
+        "k_proj": {"in": 72, "out": 48, "path": "attn.k_proj"},
+        "v_proj": {"in": 72, "out": 40, "path": "attn.v_proj"},
+        "long_proj": {"in": 136, "out": 72, "path": "mlp.long_proj"},
+        "odd_proj": {"in": 50, "out": 24, "path": "mlp.odd_proj"},
+    }
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    return {
+        "lorac": 1,
+        "name": "tiles",
+        "model": {"hidden": 72, "layers": 1, "vocab": 61, "tied": False, "linears": linears, "fused": fused},
+        "dtype": dtype,
+        "adapters": {"slots": 3, "max_rank": 24, "targets": ["qkv_proj", "long_proj", "odd_proj"]},
+        "backends": {"fused": {}},
+        "graphs": {
+            "decode": {"buckets": [1, 64, 128, 200], "variants": {
+                "nolora": {"adapters": 0}, "one": {"adapters": 1, "rank": 8}, "lora": {}}},
+            "prefill": {"max_tokens": 1200, "max_requests": 8, "buckets": [320, 1200]},
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture(params=["float32", "float16"])
+def package(build, request):
+    return build(spec(request.param))
+
+
+@pytest.fixture
+def random_of(package, generator):
+    dtype = getattr(torch, package.LAYOUT.dtype)
+    return lambda *shape: (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+
+@pytest.fixture
+def slots(package, random_of):
+    """An adapter of each rank; what lies past it is zero, as loading leaves it."""
+    slots = numbered(package, RANKS)("cpu")
+    for module, (slot, own) in itertools.product(package.LAYOUT.modules, enumerate(RANKS)):
+        a, b, rank, scale = slots.instance(module.name, 0)
+        for part, piece in enumerate(module.slices):
+            rank[slot, part], scale[slot, part] = own, 0.5 + 0.25 * slot
+            a[slot, part * 24 : part * 24 + own] = random_of(own, module.in_features)
+            b[piece.start : piece.start + piece.width, slot, :own] = random_of(piece.width, own)
+    return slots
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that were launched."""
+    names, run = [], Kernel.run
+    monkeypatch.setattr(Kernel, "run", lambda kernel, *a, **k: (names.append(kernel.name), run(kernel, *a, **k))[1])
+    return names
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_family_against_float64(package, slots, random_of, launched, name, seed):
+    phase, requests = BATCHES[name]
+    requests = random.Random(seed).sample(requests, len(requests))
+    held, counts = zip(*requests, strict=True)
+    rows = [slot for slot, count in requests for _ in range(count)]
+    served, bare = (package.Step(slots, "fused") for _ in range(2))
+    for step, of in ((served, held), (bare, [-1] * len(held))):
+        step.prepare_slots(phase, list(of), list(counts))
+    base = [row for row, slot in enumerate(rows) if slot < 0]
+    for module in package.LAYOUT.modules:
+        x, weight = random_of(len(rows), module.in_features), random_of(module.out_features, module.in_features)
+        x *= module.in_features**0.5
+        for tensor in served.scratch_tensors():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+        launched.clear()
+        y = package.linear(module.name, 0, x, weight, served)
+        assert (f"tile_project_{module.name}" in launched) == (module.name != "odd_proj")
+        plain = package.linear(module.name, 0, x, weight, bare)
+        widths = [piece.width for piece in module.slices]
+        delta = reference.lora(x, *slots.instance(module.name, 0), widths, rows)
+        want = x.double() @ weight.double().T + delta
+        error = (y.double() - want).norm(dim=1) / want.norm(dim=1)
+        assert error.max() < TOLERANCE[package.LAYOUT.dtype], (
+            f"{module.name}: {error.max():.1e} at row {error.argmax()}"
+        )
+        assert torch.equal(y[base], plain[base]), f"{module.name}: base rows beside adapters changed their bits"
+        assert all(not torch.equal(y[row], plain[row]) for row, slot in enumerate(rows) if slot >= 0)
+        assert torch.equal(y, package.linear(module.name, 0, x, weight, served)), f"{module.name}: other bits again"
