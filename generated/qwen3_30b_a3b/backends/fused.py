@@ -1768,11 +1768,12 @@ def _prefetch_b(b, slot, expert, first, EXPERTS: tl.constexpr, N: tl.constexpr, 
 def _beside(h, place, first, b_tile, TOGETHER: tl.constexpr, BLOCK_R: tl.constexpr):
     """What `b_tile` is multiplied with: h [rows, BLOCK_R] in the rows of each one's own slot, zero elsewhere.
 
-    [TOGETHER * BLOCK_R, rows], in the type of `b_tile`.
+    [TOGETHER * BLOCK_R, rows], in the type of `b_tile`. Turned before it is widened: the other way round, it takes
+    registers that spill at 64 rows.
     """
-    own = place[:, None] == first + tl.arange(0, TOGETHER)[None, :]
-    wide = tl.where(own[:, :, None], h[:, None, :], 0.0)
-    return tl.trans(tl.reshape(wide, [h.shape[0], TOGETHER * BLOCK_R]).to(b_tile.dtype))
+    own = place[None, :] == first + tl.arange(0, TOGETHER)[:, None]
+    wide = tl.where(own[:, None, :], tl.trans(h.to(b_tile.dtype))[None, :, :], 0.0)
+    return tl.reshape(wide, [TOGETHER * BLOCK_R, h.shape[0]])
 
 
 @triton.jit
@@ -1985,15 +1986,15 @@ PAIR_ACTIVATE_EXPERTS_GATE_UP = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (1, 0, 0, 4, 5, True, 0, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
         (2, 0, 0, 4, 5, True, 0, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
-        (16, 0, 0, 4, 5, True, 0, 16, 1, 0, 1, 16, 64, 64, 16, 32, 1),
+        (16, 0, 0, 4, 5, True, 0, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
         (128, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
-        (256, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 32, 64, 64, 16, 64, 1),
+        (256, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 32, 64, 64, 16, 128, 1),
         (0, 0, 0, 4, 4, True, 0, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
         (1, 16, -1, 4, 5, True, 16, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
         (2, 16, -1, 4, 5, True, 16, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
-        (16, 16, -1, 4, 5, True, 16, 16, 1, 0, 1, 16, 64, 64, 16, 32, 1),
+        (16, 16, -1, 4, 5, True, 16, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
         (128, 16, -1, 4, 5, True, 16, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
-        (256, 16, -1, 4, 5, True, 16, 0, 0, 0, 1, 32, 64, 64, 16, 64, 1),
+        (256, 16, -1, 4, 5, True, 16, 0, 0, 0, 1, 32, 64, 64, 16, 128, 1),
         (0, 16, -1, 4, 4, True, 16, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
     ),
 )
@@ -2199,10 +2200,10 @@ PAIR_SHRINK_EXPERTS_GATE_UP = Kernel(
     ("RANK", "ROWS", "BLOCK_M", "BLOCK_R", "BLOCK_S", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 16, -1, 4, 4, True, 16, 1, 16, 16, 16, 256, 1),
-        (2, 16, -1, 4, 4, True, 16, 2, 16, 16, 16, 256, 1),
-        (16, 16, -1, 4, 4, True, 16, 16, 16, 16, 16, 256, 1),
-        (0, 16, -1, 4, 4, True, 16, 0, 16, 16, 32, 256, 1),
+        (1, 16, -1, 4, 6, True, 16, 1, 16, 16, 16, 256, 1),
+        (2, 16, -1, 4, 6, True, 16, 2, 16, 16, 16, 256, 1),
+        (16, 16, -1, 4, 6, True, 16, 16, 16, 16, 16, 256, 1),
+        (0, 16, -1, 4, 4, True, 16, 0, 16, 16, 64, 128, 1),
     ),
 )
 
@@ -2380,10 +2381,10 @@ PAIR_SHRINK_EXPERTS_DOWN = Kernel(
     ("RANK", "ROWS", "BLOCK_M", "BLOCK_R", "BLOCK_S", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 16, -1, 4, 4, True, 16, 1, 16, 16, 16, 256, 1),
-        (2, 16, -1, 4, 4, True, 16, 2, 16, 16, 16, 256, 1),
-        (16, 16, -1, 4, 4, True, 16, 16, 16, 16, 16, 256, 1),
-        (0, 16, -1, 4, 4, True, 16, 0, 16, 16, 32, 256, 1),
+        (1, 16, -1, 4, 6, True, 16, 1, 16, 16, 16, 256, 1),
+        (2, 16, -1, 4, 6, True, 16, 2, 16, 16, 16, 256, 1),
+        (16, 16, -1, 4, 6, True, 16, 16, 16, 16, 16, 256, 1),
+        (0, 16, -1, 4, 4, True, 16, 0, 16, 16, 64, 128, 1),
     ),
 )
 
@@ -2617,18 +2618,18 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
     ),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 4, True, 0, 1, 1, 1, 1, 64, 16, 128, 64, 16, 32, 1),
-        (2, 0, 0, 4, 4, True, 0, 2, 0, 1, 1, 64, 16, 128, 64, 16, 32, 1),
-        (16, 0, 0, 4, 4, True, 0, 16, 1, 0, 1, 64, 16, 128, 64, 16, 32, 1),
+        (1, 0, 0, 4, 4, True, 0, 1, 1, 1, 1, 64, 16, 128, 64, 16, 16, 1),
+        (2, 0, 0, 4, 4, True, 0, 2, 0, 1, 1, 64, 16, 128, 64, 16, 16, 1),
+        (16, 0, 0, 4, 4, True, 0, 16, 0, 0, 1, 64, 16, 128, 64, 16, 16, 1),
         (128, 0, 0, 8, 3, True, 0, 0, 0, 0, 1, 64, 16, 128, 128, 16, 64, 1),
-        (256, 0, 0, 8, 4, True, 0, 0, 0, 0, 1, 64, 32, 128, 64, 16, 128, 1),
-        (0, 0, 0, 8, 4, True, 0, 0, 0, 0, 1, 64, 64, 128, 64, 16, 128, 1),
-        (1, 16, -1, 4, 4, True, 16, 1, 1, 1, 1, 64, 16, 128, 64, 16, 32, 1),
-        (2, 16, -1, 4, 4, True, 16, 2, 0, 1, 1, 64, 16, 128, 64, 16, 32, 1),
-        (16, 16, -1, 4, 4, True, 16, 16, 1, 0, 1, 64, 16, 128, 64, 16, 32, 1),
+        (256, 0, 0, 4, 4, True, 0, 0, 0, 0, 0, 64, 32, 128, 64, 16, 128, 1),
+        (0, 0, 0, 4, 4, True, 0, 0, 0, 0, 0, 64, 64, 128, 64, 16, 128, 1),
+        (1, 16, -1, 4, 4, True, 16, 1, 1, 1, 1, 64, 16, 128, 64, 16, 16, 1),
+        (2, 16, -1, 4, 4, True, 16, 2, 0, 1, 1, 64, 16, 128, 64, 16, 16, 1),
+        (16, 16, -1, 4, 4, True, 16, 16, 0, 0, 1, 64, 16, 128, 64, 16, 16, 1),
         (128, 16, -1, 8, 3, True, 16, 0, 0, 0, 1, 64, 16, 128, 128, 16, 64, 1),
-        (256, 16, -1, 8, 4, True, 16, 0, 0, 0, 1, 64, 32, 128, 64, 16, 128, 1),
-        (0, 16, -1, 8, 4, True, 16, 0, 0, 0, 1, 64, 64, 128, 64, 16, 128, 1),
+        (256, 16, -1, 4, 4, True, 16, 0, 0, 0, 0, 64, 32, 128, 64, 16, 128, 1),
+        (0, 16, -1, 4, 4, True, 16, 0, 0, 0, 0, 64, 64, 128, 64, 16, 128, 1),
     ),
 )
 
@@ -2726,8 +2727,8 @@ ROW_PROJECT_EXPERTS_DOWN = Kernel(
     ("RANK", "AHEAD", "BLOCK_UP", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (2, 0, 0, 4, 6, True, 0, 1, 64, 16, 256, 16, 128, 1),
-        (2, 16, -1, 4, 6, True, 16, 1, 64, 16, 256, 16, 128, 1),
+        (2, 0, 0, 4, 6, True, 0, 1, 64, 32, 256, 16, 128, 1),
+        (2, 16, -1, 4, 6, True, 16, 1, 64, 32, 256, 16, 128, 1),
     ),
 )
 
