@@ -8,6 +8,7 @@ import torch
 
 from lorac import reference
 from lorac.runtime.errors import PackageError, ShapeError, TicketError
+from lorac.runtime.pairs import MOST_SHARES
 
 BACKENDS = ["fused", "torch"]
 RANKS = (3, 16, 9)
@@ -81,6 +82,13 @@ def test_the_narrow_variant(bench):
     """One adapter of low rank: kernels that sum fewer columns."""
     for rows in (1, 4):
         bench.check("fused", [0] * (rows - 1) + [-1] if rows > 1 else [0], *bench.routing(rows))
+
+
+def test_more_tiles_than_shares_of_h(build, generator):
+    """So wide that adding up every tile's share of h would not pay: down has a shrink of its own at any rows."""
+    bench = kit.Bench(build(kit.spec(width=64 * MOST_SHARES + 8)), (12, 5), generator)
+    for rows in (1, 2):
+        bench.check("fused", [1, 0][:rows], *bench.routing(rows))
 
 
 def test_gate_and_up_keep_their_own_a(bench):

@@ -951,36 +951,11 @@ def _some_a(
 
 
 @triton.jit
-def _own_h(h, place, first, scale, TOGETHER: tl.constexpr, BLOCK_R: tl.constexpr):
+def _own_h(h, place, scale, TOGETHER: tl.constexpr, BLOCK_R: tl.constexpr):
     """h [TOGETHER * BLOCK_R, rows] times each row's scale where it is of the row's own slot, zero elsewhere."""
     column = tl.arange(0, TOGETHER * BLOCK_R)
-    own = place[None, :] == (first + column // BLOCK_R)[:, None]
+    own = place[None, :] == (column // BLOCK_R)[:, None]
     return tl.where(own, h * scale[None, :], 0.0)
-
-
-@triton.jit
-def _shrink_once(x_at, x_live, a_at, wanted, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A x of some slots for a block's rows, [slots * BLOCK_R, BLOCK_M]; x_at and x_live are those of the first step."""
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((a_at.shape[0], BLOCK_M), tl.float32)
-    for first in range(0, K, BLOCK_K):
-        inside = first + k < K
-        a_tile = tl.load(a_at[:, None] + (first + k)[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
-        x_tile = tl.load(x_at + first, mask=x_live & inside[:, None], other=0.0)
-        acc = tl.dot(a_tile, x_tile, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _prefetch_b(b, slot, expert, first, EXPERTS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows `first` to `first + BLOCK_N` of B of some slots to L2, line by line of 64 elements."""
-    LINES: tl.constexpr = BLOCK_N * R // 64
-    at = b + (tl.maximum(slot, 0).to(tl.int64) * EXPERTS + expert) * (N * R) + first * R
-    lines = at[:, None] + tl.arange(0, LINES)[None, :] * 64
-    live = tl.broadcast_to((slot >= 0)[:, None], lines.shape)
-    code: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.s32 $0, 0; }"
-    operands = [lines.to(tl.int64), live.to(tl.int32)]
-    tl.inline_asm_elementwise(code, "=r,l,r", operands, tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -1032,8 +1007,9 @@ def pair_activate_experts_gate_up(
     operand of the dots. The expand takes the slots that are in the block side by side, BLOCK_C columns at once, so that
     a pair adds exact zeros for all but its own. With RANK 0 there is no LoRA in it.
 
-    With AHEAD it also shrinks its features for the down projection, h_down[tile, pair, r]: whoever reads that adds up
-    the tiles. h comes from the launch before, which has itself waited for x: the base is summed before the wait.
+    h comes from the launch before, which has itself waited for x: the base is summed before the wait. With SELF, for
+    one row alone, each program computes h in the loop of the base instead. With AHEAD it also shrinks its features for
+    the down projection, h_down[tile, pair, r]: whoever reads that adds up the tiles.
     """
     K: tl.constexpr = 64
     WIDTH: tl.constexpr = 48
@@ -1046,7 +1022,8 @@ def pair_activate_experts_gate_up(
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
-    if RANK == 0 or SELF > 0:
+    LATE: tl.constexpr = RANK > 0 and SELF == 0  # h has its own launch
+    if not LATE:
         _after_previous(PDL)
     elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -1054,7 +1031,6 @@ def pair_activate_experts_gate_up(
     expert, pair, live = _block_of_pairs(
         topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS * CHOICES, EXPERTS, BLOCK_M
     )
-    LATE: tl.constexpr = RANK > 0 and SELF == 0  # h has its own launch
     if expert < 0:
         if LATE and PDL:
             if tl.program_id(0) == 0:
@@ -1086,7 +1062,7 @@ def pair_activate_experts_gate_up(
             up_a_at = up_a[:, None] + k[None, :]
             h_gate = tl.zeros((TOGETHER * BLOCK_R, BLOCK_M), tl.float32)
             h_up = tl.zeros((TOGETHER * BLOCK_R, BLOCK_M), tl.float32)
-        if EARLY == 1:
+        if EARLY > 0:
             # on their way while the base is summed
             rank_gate = _ranks_of(some, ranks_gate, SLOTS)
             rank_up = _ranks_of(some, ranks_up, SLOTS)
@@ -1094,9 +1070,6 @@ def pair_activate_experts_gate_up(
             b_up = _some_b(b, some, rank_up, expert, n + WIDTH, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
             if AHEAD > 0 and TILES <= SHARES_LIMIT:
                 a_tile = _some_a(a_down, some, rank_down, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
-        if EARLY == 2 and PDL:
-            _prefetch_b(b, some, expert, tile * BLOCK_N, EXPERTS, 2 * WIDTH, R, BLOCK_N)
-            _prefetch_b(b, some, expert, WIDTH + tile * BLOCK_N, EXPERTS, 2 * WIDTH, R, BLOCK_N)
     gate_at = weight + expert.to(tl.int64) * (2 * WIDTH * K) + n[:, None] * K + k[None, :]
     up_at = gate_at + WIDTH * K
     x_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
@@ -1123,20 +1096,20 @@ def pair_activate_experts_gate_up(
         tl.extra.cuda.gdc_wait()
     if RANK > 0:
         if count > 0:
-            if EARLY != 1:
+            if EARLY == 0:
                 rank_gate = _ranks_of(some, ranks_gate, SLOTS)
                 rank_up = _ranks_of(some, ranks_up, SLOTS)
                 b_gate = _some_b(b, some, rank_gate, expert, n, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
                 b_up = _some_b(b, some, rank_up, expert, n + WIDTH, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
             if SELF > 0:
-                wide_gate = _own_h(h_gate, own, 0, scale_gate, TOGETHER, BLOCK_R).to(b_gate.dtype)
-                wide_up = _own_h(h_up, own, 0, scale_up, TOGETHER, BLOCK_R).to(b_up.dtype)
+                wide_gate = _own_h(h_gate, own, scale_gate, TOGETHER, BLOCK_R).to(b_gate.dtype)
+                wide_up = _own_h(h_up, own, scale_up, TOGETHER, BLOCK_R).to(b_up.dtype)
             else:
                 h_gate = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 2, BLOCK_R)
                 h_up = _sum_h(h, pair, slot >= 0, 1, pairs, 1, 2, BLOCK_R)
                 wide_gate = _beside(h_gate, own, 0, b_gate, TOGETHER, BLOCK_R)
                 wide_up = _beside(h_up, own, 0, b_up, TOGETHER, BLOCK_R)
-            if EARLY == 1 and PDL:
+            if EARLY > 0 and PDL:
                 b_gate = _not_before(b_gate)
                 b_up = _not_before(b_up)
             gate = tl.dot(b_gate, wide_gate, gate, input_precision="ieee")
@@ -1148,17 +1121,8 @@ def pair_activate_experts_gate_up(
                     rank_up = _ranks_of(some, ranks_up, SLOTS)
                     b_gate = _some_b(b, some, rank_gate, expert, n, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
                     b_up = _some_b(b, some, rank_up, expert, n + WIDTH, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-                    if SELF > 0:
-                        row_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
-                        gate_a, gate_wanted = _rows_of_a(a, some, rank, a_expert, 0, A_EXPERTS, 2, K, R, BLOCK_R)
-                        up_a, up_wanted = _rows_of_a(a, some, rank, a_expert, 1, A_EXPERTS, 2, K, R, BLOCK_R)
-                        more_gate = _shrink_once(row_at, live[None, :], gate_a, gate_wanted, K, BLOCK_K, BLOCK_M)
-                        more_up = _shrink_once(row_at, live[None, :], up_a, up_wanted, K, BLOCK_K, BLOCK_M)
-                        wide_gate = _own_h(more_gate, own, first, scale_gate, TOGETHER, BLOCK_R).to(b_gate.dtype)
-                        wide_up = _own_h(more_up, own, first, scale_up, TOGETHER, BLOCK_R).to(b_up.dtype)
-                    else:
-                        wide_gate = _beside(h_gate, own, first, b_gate, TOGETHER, BLOCK_R)
-                        wide_up = _beside(h_up, own, first, b_up, TOGETHER, BLOCK_R)
+                    wide_gate = _beside(h_gate, own, first, b_gate, TOGETHER, BLOCK_R)
+                    wide_up = _beside(h_up, own, first, b_up, TOGETHER, BLOCK_R)
                     gate = tl.dot(b_gate, wide_gate, gate, input_precision="ieee")
                     up = tl.dot(b_up, wide_up, up, input_precision="ieee")
 
@@ -1173,7 +1137,7 @@ def pair_activate_experts_gate_up(
         for first in tl.range(0, count, TOGETHER, num_stages=1):
             if ROWS != 1:
                 some = _some_slots(present, place, first, TOGETHER, SLOTS)
-            if ROWS != 1 or EARLY != 1:
+            if ROWS != 1 or EARLY == 0:
                 a_tile = _some_a(a_down, some, rank_down, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
             part = tl.dot(a_tile, value, input_precision="ieee")
             mine = own[None, :] == (first + column // BLOCK_R)[:, None]
@@ -1726,15 +1690,13 @@ PAIR_EXPAND_EXPERTS_DOWN = Kernel(
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
 def pair_project_experts_down(
-    act, weight, a, b, rank, scale, h, y, topk_ids, topk_weights, row_slot, tables, pairs, blocks,
-    RANK: tl.constexpr, ROWS: tl.constexpr, SELF: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    act, weight, b, rank, h, y, topk_ids, topk_weights, row_slot, tables, pairs, blocks,
+    RANK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[pair, n] = router weight * (W2[expert] act + B[slot, expert] h), as gate and up are computed.
 
-    h has a share per tile of the launch before where that shrank AHEAD; else it comes from a shrink that has waited for
-    act, so that the base is summed before the wait.
+    h comes from a shrink that has itself waited for act: the base is summed before the wait.
     """
     K: tl.constexpr = 48
     N: tl.constexpr = 64
@@ -1744,13 +1706,10 @@ def pair_project_experts_down(
     CHOICES: tl.constexpr = 2  # of a row, rounded up
     SLOTS: tl.constexpr = 4  # rounded up
     R: tl.constexpr = 16
-    UP_TILES: tl.constexpr = (K + BLOCK_UP - 1) // BLOCK_UP
-    SHARES: tl.constexpr = UP_TILES if AHEAD > 0 and UP_TILES <= SHARES_LIMIT else 1
-    LATE: tl.constexpr = RANK > 0 and SELF == 0 and (AHEAD == 0 or UP_TILES > SHARES_LIMIT)  # h has its own launch
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if not LATE:
+    if RANK == 0:
         _after_previous(PDL)
     elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -1758,7 +1717,7 @@ def pair_project_experts_down(
         topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS * CHOICES, EXPERTS, BLOCK_M
     )
     if expert < 0:
-        if LATE and PDL:
+        if RANK > 0 and PDL:
             if tl.program_id(0) == 0:
                 tl.extra.cuda.gdc_wait()  # no launch ends before the one before it
         return
@@ -1772,16 +1731,10 @@ def pair_project_experts_down(
         some = _some_slots(present, place, 0, TOGETHER, SLOTS)
         number = tl.arange(0, SLOTS)
         ranks = tl.load(rank + number, mask=number < 3, other=0)
-        if SELF > 0:
-            own_scale = tl.load(scale + slot, mask=slot >= 0, other=0.0)
-            a_rows, a_wanted = _rows_of_a(a, some, rank, expert, 0, EXPERTS, 1, K, R, BLOCK_R)
-            a_at = a_rows[:, None] + k[None, :]
-            h_tile = tl.zeros((TOGETHER * BLOCK_R, BLOCK_M), tl.float32)
-        if EARLY == 1:
+        if EARLY > 0:
+            # on its way while the base is summed
             own_rank = _ranks_of(some, ranks, SLOTS)
             b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
-        if EARLY == 2 and PDL:
-            _prefetch_b(b, some, b_expert, tl.program_id(0) % TILES * BLOCK_N, B_EXPERTS, N, R, BLOCK_N)
     w_at = weight + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
     act_at = act + pair.to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -1790,26 +1743,19 @@ def pair_project_experts_down(
         w_tile = tl.load(w_at, mask=inside[None, :], other=0.0)
         act_tile = tl.load(act_at, mask=live[None, :] & inside[:, None], other=0.0)
         acc = tl.dot(w_tile, act_tile, acc, input_precision="ieee")
-        if RANK > 0 and SELF > 0:
-            a_tile = tl.load(a_at, mask=a_wanted[:, None] & inside[None, :], other=0.0)
-            h_tile = tl.dot(a_tile, act_tile, h_tile, input_precision="ieee")
-            a_at += BLOCK_K
         w_at += BLOCK_K
         act_at += BLOCK_K
 
-    if LATE and PDL:
-        tl.extra.cuda.gdc_wait()
     if RANK > 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         if count > 0:
-            if EARLY != 1:
+            if EARLY == 0:
                 own_rank = _ranks_of(some, ranks, SLOTS)
                 b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
-            if SELF > 0:
-                wide_h = _own_h(h_tile, own, 0, own_scale, TOGETHER, BLOCK_R).to(b_tile.dtype)
-            else:
-                h_tile = _sum_h(h, pair, slot >= 0, 0, pairs, SHARES, 1, BLOCK_R)
-                wide_h = _beside(h_tile, own, 0, b_tile, TOGETHER, BLOCK_R)
-            if EARLY == 1 and PDL:
+            h_tile = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 1, BLOCK_R)
+            wide_h = _beside(h_tile, own, 0, b_tile, TOGETHER, BLOCK_R)
+            if EARLY > 0 and PDL:
                 b_tile = _not_before(b_tile)
             acc = tl.dot(b_tile, wide_h, acc, input_precision="ieee")
             if TOGETHER < SLOTS and TOGETHER < BLOCK_M:
@@ -1817,13 +1763,7 @@ def pair_project_experts_down(
                     some = _some_slots(present, place, first, TOGETHER, SLOTS)
                     own_rank = _ranks_of(some, ranks, SLOTS)
                     b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
-                    if SELF > 0:
-                        pair_at = act + pair.to(tl.int64)[None, :] * K + k[:, None]
-                        a_rows, a_wanted = _rows_of_a(a, some, rank, expert, 0, EXPERTS, 1, K, R, BLOCK_R)
-                        more = _shrink_once(pair_at, live[None, :], a_rows, a_wanted, K, BLOCK_K, BLOCK_M)
-                        wide_h = _own_h(more, own, first, own_scale, TOGETHER, BLOCK_R).to(b_tile.dtype)
-                    else:
-                        wide_h = _beside(h_tile, own, first, b_tile, TOGETHER, BLOCK_R)
+                    wide_h = _beside(h_tile, own, first, b_tile, TOGETHER, BLOCK_R)
                     acc = tl.dot(b_tile, wide_h, acc, input_precision="ieee")
 
     acc *= tl.load(topk_weights + pair, mask=live, other=0.0)[None, :]
@@ -1836,10 +1776,8 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
     {
         "act": "*fp32",
         "weight": "*fp32",
-        "a": "*fp32",
         "b": "*fp32",
         "rank": "*i32",
-        "scale": "*fp32",
         "h": "*fp32",
         "y": "*fp32",
         "topk_ids": "*i32",
@@ -1849,40 +1787,27 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
         "pairs": "i32",
         "blocks": "i32",
     },
-    (
-        "RANK",
-        "ROWS",
-        "SELF",
-        "AHEAD",
-        "EARLY",
-        "BLOCK_UP",
-        "BLOCK_M",
-        "BLOCK_N",
-        "BLOCK_K",
-        "BLOCK_R",
-        "BLOCK_C",
-        "PDL",
-    ),
+    ("RANK", "ROWS", "EARLY", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 4, True, 0, 1, 1, 1, 1, 64, 16, 64, 64, 16, 16, 1),
-        (2, 0, 0, 4, 4, True, 0, 2, 0, 1, 1, 64, 16, 64, 64, 16, 16, 1),
-        (16, 0, 0, 4, 4, True, 0, 16, 0, 0, 1, 64, 16, 64, 64, 16, 16, 1),
-        (128, 0, 0, 8, 3, True, 0, 0, 0, 0, 1, 64, 16, 64, 64, 16, 64, 1),
-        (256, 0, 0, 4, 4, True, 0, 0, 0, 0, 0, 64, 32, 64, 64, 16, 128, 1),
-        (0, 0, 0, 4, 3, True, 0, 0, 0, 0, 0, 64, 64, 64, 64, 16, 128, 1),
-        (1, 8, -1, 4, 4, True, 8, 1, 1, 1, 1, 64, 16, 64, 64, 16, 16, 1),
-        (2, 8, -1, 4, 4, True, 8, 2, 0, 1, 1, 64, 16, 64, 64, 16, 16, 1),
-        (16, 8, -1, 4, 4, True, 8, 16, 0, 0, 1, 64, 16, 64, 64, 16, 16, 1),
-        (128, 8, -1, 8, 3, True, 8, 0, 0, 0, 1, 64, 16, 64, 64, 16, 64, 1),
-        (256, 8, -1, 4, 4, True, 8, 0, 0, 0, 0, 64, 32, 64, 64, 16, 128, 1),
-        (0, 8, -1, 4, 3, True, 8, 0, 0, 0, 0, 64, 64, 64, 64, 16, 128, 1),
-        (1, 16, -1, 4, 4, True, 16, 1, 1, 1, 1, 64, 16, 64, 64, 16, 16, 1),
-        (2, 16, -1, 4, 4, True, 16, 2, 0, 1, 1, 64, 16, 64, 64, 16, 16, 1),
-        (16, 16, -1, 4, 4, True, 16, 16, 0, 0, 1, 64, 16, 64, 64, 16, 16, 1),
-        (128, 16, -1, 8, 3, True, 16, 0, 0, 0, 1, 64, 16, 64, 64, 16, 64, 1),
-        (256, 16, -1, 4, 4, True, 16, 0, 0, 0, 0, 64, 32, 64, 64, 16, 128, 1),
-        (0, 16, -1, 4, 3, True, 16, 0, 0, 0, 0, 64, 64, 64, 64, 16, 128, 1),
+        (1, 0, 0, 4, 4, True, 0, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 0, 0, 4, 4, True, 0, 2, 1, 16, 64, 64, 16, 16, 1),
+        (16, 0, 0, 4, 4, True, 0, 16, 1, 16, 64, 64, 16, 16, 1),
+        (128, 0, 0, 8, 3, True, 0, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 0, 0, 4, 4, True, 0, 0, 0, 32, 64, 64, 16, 128, 1),
+        (0, 0, 0, 4, 3, True, 0, 0, 0, 64, 64, 64, 16, 128, 1),
+        (1, 8, -1, 4, 4, True, 8, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 8, -1, 4, 4, True, 8, 2, 1, 16, 64, 64, 16, 16, 1),
+        (16, 8, -1, 4, 4, True, 8, 16, 1, 16, 64, 64, 16, 16, 1),
+        (128, 8, -1, 8, 3, True, 8, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 8, -1, 4, 4, True, 8, 0, 0, 32, 64, 64, 16, 128, 1),
+        (0, 8, -1, 4, 3, True, 8, 0, 0, 64, 64, 64, 16, 128, 1),
+        (1, 16, -1, 4, 4, True, 16, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 16, -1, 4, 4, True, 16, 2, 1, 16, 64, 64, 16, 16, 1),
+        (16, 16, -1, 4, 4, True, 16, 16, 1, 16, 64, 64, 16, 16, 1),
+        (128, 16, -1, 8, 3, True, 16, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 16, -1, 4, 4, True, 16, 0, 0, 32, 64, 64, 16, 128, 1),
+        (0, 16, -1, 4, 3, True, 16, 0, 0, 64, 64, 64, 16, 128, 1),
     ),
 )
 
@@ -2105,7 +2030,7 @@ def moe(
         pairs=pairs,
         blocks=blocks,
     )
-    if rank and not (ahead or up.SELF):
+    if rank and not ahead:
         launch = PAIR_SHRINK_EXPERTS_DOWN.pick(rows, rank, batch.adapters)
         PAIR_SHRINK_EXPERTS_DOWN.run(
             launch,
@@ -2147,10 +2072,8 @@ def moe(
         ((blocks or pairs) * cdiv(64, launch.BLOCK_N),),
         act=act,
         weight=w2,
-        a=a_down,
         b=b_down,
         rank=rank_down,
-        scale=scale_down,
         h=h_down,
         y=y,
         topk_ids=topk_ids,
