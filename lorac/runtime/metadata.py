@@ -8,17 +8,15 @@ import ctypes
 from array import array
 from collections import deque
 from collections.abc import Callable
-from struct import pack_into
 from typing import NamedTuple
 
 import torch
 
 HEADER = 4  # requests, rows, chunk, unused: per map
 MAPS = 2
-ITEMSIZE = 4  # bytes: all of it is int32
 BANK = 8  # batches between two events
 UNCUT = 2**30  # a chunk no batch reaches: one segment per adapter
-_NO_MAP = (0, 0, UNCUT, 0)
+_NO_MAPS = (0, 0, UNCUT, 0) * MAPS
 
 
 def round_up(count: int) -> int:
@@ -53,21 +51,19 @@ class Metadata:
         self.routes: dict[bool, Callable[[], None]] = {}  # launches that derive `tensors`: rows by request, or not
         self._banks = deque((_Bank(self.packed), _Bank(self.packed)))  # the first is being filled
 
-    def write(self, maps: list[tuple[tuple[int, ...], array, int, int]]) -> None:
+    def write(self, maps: list[tuple[array, array, int, int]]) -> None:
         """Send (slot per request, start per request and end, rows, chunk) of each map: one asynchronous copy."""
         bank = self._banks[0]
         tensor, view = bank.buffers[bank.sent]
-        headers = []
-        at = ITEMSIZE * MAPS * HEADER
-        for slots, starts, rows, chunk in maps:
+        header = array("i", _NO_MAPS)
+        at = MAPS * HEADER
+        for m, (slots, starts, rows, chunk) in enumerate(maps):
             requests = len(slots)
-            headers += (requests, rows, chunk, 0)
-            pack_into(f"{requests}i", view, at, *slots)
-            starts_at = at + ITEMSIZE * self.requests
-            view[starts_at : starts_at + ITEMSIZE * len(starts)] = starts.tobytes()
-            at += ITEMSIZE * self.table
-        headers += _NO_MAP * (MAPS - len(maps))
-        pack_into(f"{MAPS * HEADER}i", view, 0, *headers)
+            header[m * HEADER], header[m * HEADER + 1], header[m * HEADER + 2] = requests, rows, chunk
+            view[at : at + requests] = slots
+            view[at + self.requests : at + self.requests + requests + 1] = starts
+            at += self.table
+        view[: MAPS * HEADER] = header
         self.packed.copy_(tensor, non_blocking=True)
         bank.sent += 1
         if bank.sent == len(bank.buffers):
@@ -107,5 +103,6 @@ class _Bank:
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    """A contiguous tensor's memory, as bytes."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """A contiguous int32 tensor's memory."""
+    memory = (ctypes.c_int32 * tensor.numel()).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B").cast("i")

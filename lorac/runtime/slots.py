@@ -2,6 +2,7 @@
 
 import os
 import threading
+from array import array
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -95,7 +96,7 @@ class Slots:
         with self.lock:
             return self._resident(name).slot
 
-    def lookup(self, names: Collection[str | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def lookup(self, names: Collection[str | None]) -> tuple[array, tuple[int, ...]]:
         """The slot of each name, -1 for None; and the slots among them, ascending. Raises SlotError as `slot_of`."""
         with self.lock:
             slots = self._residents.slots

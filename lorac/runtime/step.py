@@ -6,6 +6,7 @@ import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,7 @@ from lorac.runtime.segments import Grid, decode_grid, prefill_grid, segment_slot
 from lorac.runtime.ticket import Admission, Batch, PackageTables, Ticket
 
 _REMEMBERED = 64  # batches
+_AS_IT_IS = nullcontext()
 _numbers = itertools.count()
 _steps: "weakref.WeakValueDictionary[int, Step]" = weakref.WeakValueDictionary()
 
@@ -39,6 +41,15 @@ def starts_of(rows: list[int]) -> array:
 def even_starts(requests: int, rows: int) -> array:
     """`starts_of` requests of so many rows each."""
     return array("i", range(0, requests * rows + 1, rows))
+
+
+class _Found(NamedTuple):
+    """Where the adapters of a batch are, as long as no slot changes."""
+
+    slots: array  # of each request, -1 for base rows
+    held: tuple[int, ...]  # those among them, ascending
+    rank: int  # the largest of theirs
+    generations: tuple[int, ...]  # of the held slots
 
 
 class Step:
@@ -68,12 +79,14 @@ class Step:
         self.layout: Layout = tables.LAYOUT
         self.segments = tables.SEGMENTS[backend_name]
         self.device = slots.device
+        self._alone = self.device.type != "cuda" or torch.cuda.device_count() == 1
         self.metadata = self._metadata(tables.MAX_ROWS, tables.MAX_REQUESTS)
         self.ticket: Ticket | None = None
         self.batch: Batch | None = None
         self.logits: Batch | None = None
         self._overflow: Metadata | None = None
-        self._found: dict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._admission = functools.lru_cache(maxsize=1024)(tables.admit)
+        self._found: dict[tuple, _Found] = {}
         self._found_at = -1
         self._scratch: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
@@ -104,8 +117,8 @@ class Step:
     def prepare_slots(self, phase: str, slots: list[int], rows: list[int], logits: list[int] | None = None) -> Ticket:
         """As the other `prepare` methods, with requests named by slot number (-1: base) and their rows."""
         with self.slots.lock:
-            held = tuple(sorted(set(slots) - {-1}))
-            return self._admit(phase, tuple(slots), held, starts_of(rows), logits and starts_of(logits), 1)
+            found = self._held(array("i", slots), tuple(sorted(set(slots) - {-1})))
+            return self._admit(phase, found, starts_of(rows), logits and starts_of(logits), 1)
 
     def finish(self) -> None:
         """Withdraw the ticket: its batch is over, and its adapters may make room for the next one's."""
@@ -176,7 +189,7 @@ class Step:
         adapters, rank = self.tables.VARIANTS[variant]
         requests = bucket // rows_per_request if phase == "decode" else grid.requests
         count = min(adapters, requests)
-        slots = tuple(i % count if count else -1 for i in range(requests))
+        slots = array("i", (i % count if count else -1 for i in range(requests)))
         starts = array("i", (i * bucket // requests for i in range(requests + 1)))
         self.ticket, self.batch, self.logits = None, None, None
         tokens = (slots, starts, bucket, grid.chunk or UNCUT)
@@ -203,9 +216,9 @@ class Step:
         return self._engine
 
     def on_device(self):
-        """The model's device need not be the current one; to make it so costs a microsecond."""
-        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
-            return nullcontext()
+        """The model's device need not be the current one; to look costs a microsecond, so with one there is no look."""
+        if self._alone or torch.cuda.current_device() == self.device.index:
+            return _AS_IT_IS
         return torch.cuda.device(self.device)
 
     def _prepare_requests(self, phase: str, requests: list[tuple[str | None, int]], logits: list[int] | None) -> Ticket:
@@ -226,37 +239,42 @@ class Step:
             raise ShapeError("a batch needs at least one request")
         with self.slots.lock:  # no slot changes between finding the adapters and counting this batch as their user
             try:
-                slots, held = self._find(names)
+                found = self._find(names)
             except Exception:
                 if self.agreement is not None:
                     self.agreement.withdraw()  # the other ranks wait for this one's answer
                 raise
-            return self._admit(phase, slots, held, starts, logit_starts, rows_per_request)
+            return self._admit(phase, found, starts, logit_starts, rows_per_request)
 
-    def _find(self, names: list) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """`Slots.lookup` of a batch. Decode repeats its batch step after step: answers are kept while they hold."""
+    def _find(self, names: list) -> "_Found":
+        """Where a batch's adapters are. Decode repeats its batch step after step: answers are kept while they hold."""
         if self._found_at != self.slots.generation or len(self._found) == _REMEMBERED:
             self._found, self._found_at = {}, self.slots.generation
         batch = tuple(names)
         if batch not in self._found:
-            self._found[batch] = self.slots.lookup(names)
+            self._found[batch] = self._held(*self.slots.lookup(names))
         return self._found[batch]
 
-    def _admit(
-        self, phase: str, slots: tuple[int, ...], held: tuple[int, ...], starts: array, logit_starts: array | None,
-        rows_per_request: int,
-    ) -> Ticket:  # fmt: skip
+    def _held(self, slots: array, held: tuple[int, ...]) -> "_Found":
         rank = max(map(self.slots.slot_rank, held), default=0)
+        return _Found(slots, held, rank, tuple(map(self.slots.slot_generation.__getitem__, held)))
+
+    def _admit(
+        self, phase: str, found: "_Found", starts: array, logit_starts: array | None, rows_per_request: int
+    ) -> Ticket:
+        slots, held, rank, generations = found
         rows, requests = starts[-1], len(slots)
-        asked = Question(phase, rows, requests, len(held), rank, rows_per_request)
-        if self.agreement is not None:
-            asked = self.agreement.settle(asked)
+        if self.agreement is None:
+            admission = self._admission(self.backend_name, phase, rows, requests, len(held), rank)
+        else:
+            asked = self.agreement.settle(Question(phase, rows, requests, len(held), rank, rows_per_request))
             phase, rows_per_request = asked.phase, asked.rows_per_request
-        admission = self.tables.admit(self.backend_name, phase, asked.rows, asked.requests, asked.adapters, asked.rank)
-        if asked.refused:
-            admission = Admission(0, admission.variant, asked.refused, asked.refused)
+            admission = self._admission(
+                self.backend_name, phase, asked.rows, asked.requests, asked.adapters, asked.rank
+            )
+            if asked.refused:
+                admission = Admission(0, admission.variant, asked.refused, asked.refused)
         self._install(phase, slots, starts, logit_starts, admission, held)
-        generations = tuple(map(self.slots.slot_generation.__getitem__, held))
         self.ticket = Ticket(
             next(self._serials), phase, rows, requests, len(held), rank, admission.variant, admission.bucket,
             admission.reason, held, generations, rows_per_request, admission.cause,

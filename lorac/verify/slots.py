@@ -1,5 +1,6 @@
 """Slots that are filled by hand: what verifying and timing kernels need, without adapters' files."""
 
+from array import array
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -15,7 +16,7 @@ def numbered(package: ModuleType, ranks: Sequence[int]) -> type:
     numbers = {None: -1} | {str(slot): slot for slot in range(len(ranks))}
 
     class Numbered(package.Slots):
-        def lookup(self, names) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        def lookup(self, names) -> tuple[array, tuple[int, ...]]:
             return slots_of(numbers, names), tuple(sorted({numbers[name] for name in set(names)} - {-1}))
 
         def slot_rank(self, slot: int) -> int:

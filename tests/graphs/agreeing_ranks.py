@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+from array import array
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -73,10 +74,10 @@ def say(rank: int, *answer) -> None:
     os.write(1, (" ".join(map(str, ("answer", rank, *answer))) + "\n").encode())
 
 
-def _lookup(names: list[str | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _lookup(names: list[str | None]) -> tuple[array, tuple[int, ...]]:
     for name in set(names) - {None, *"abcd"}:
         raise SlotError(f"no adapter is called {name!r}")
-    slots = tuple(-1 if name is None else "abcd".index(name) for name in names)
+    slots = array("i", [-1 if name is None else "abcd".index(name) for name in names])
     return slots, tuple(sorted(set(slots) - {-1}))
 
 
