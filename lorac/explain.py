@@ -171,7 +171,7 @@ def _kernels(plan: Plan) -> str:
                 rows.append((*name, *_launch(launch)))
                 name = ("", "", "")
             for least, most in library:
-                rows.append((*name, f"{least}…{most}", "", "", "none: the library's GEMM, then segments", "", "", ""))
+                rows.append((*name, f"{least}…{most}", "", "", "left to the library's GEMM", "", "", ""))
     heads = ("kernel", "modules", "backends", "rows", "rank", "adapters", "tile", "warps", "stages", "from")
     return "Kernels, by the batch they serve\n" + table(heads, rows) if rows else ""
 

@@ -77,7 +77,7 @@ def _launched(
     found = []
     for kernel in backend.kernels:
         launch = _pick(kernel, bucket.size, adapters, variant.rank)
-        served = kernel.above < bucket.size and not (kernel.above and kernel.module in left)
+        served = kernel.above < bucket.size and not (kernel.base if kernel.module in left else kernel.in_library)
         if launch and served and (phase == "decode" or plan.module(kernel.module).kind != "lm_head"):
             found.append((kernel, launch))
     bounded = {kernel.module for kernel, _ in found if _is_bounded(kernel)}

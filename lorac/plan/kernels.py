@@ -75,6 +75,7 @@ def plan_kernels(
                     above=kernel.above,
                     max_rows=kernel.max_rows or UNBOUNDED,
                     library=_library(kernel, tiles, module, max_rank),
+                    in_library=kernel.in_library,
                     base=kernel.base,
                     wide_b=module.out_features * slots * max_rank >= 2**31,
                     aligned=gcd(16, module.in_features),

@@ -105,7 +105,8 @@ class KernelPlan:
     splits: bool  # some configuration splits K
     above: int  # serves batches of more rows than this alone
     max_rows: int  # serves batches of up to this many rows alone; 0: any
-    library: tuple[tuple[int, int], ...]  # (least, most) rows that it leaves to the library's GEMM and to segments
+    library: tuple[tuple[int, int], ...]  # (least, most) rows at which it leaves the base to the library's GEMM
+    in_library: bool  # serves those rows of another kernel alone
     base: bool  # launched without adapters too
     wide_b: bool  # offsets into this module's B can pass 2**31
     aligned: int  # elements every row of x starts at a multiple of; strides are passed in these units

@@ -72,6 +72,9 @@ class Kernel(_Declared):
     )
     max_rows: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many rows alone")
     beside: Identifier | None = Field(None, description="serves the modules alone that this earlier stage serves")
+    in_library: StrictBool = Field(
+        False, description="serves what a stage it stands beside leaves to the library alone"
+    )
     above: StrictInt = Field(0, ge=0, description="serves batches of more rows than this alone")
     base: StrictBool = Field(
         False, description="computes the base as well, so that it is launched without adapters too"

@@ -3,6 +3,7 @@
 Its forward sums over the ranks with NCCL: ranks that took different graphs would never meet, or add unlike shapes.
 """
 
+import faulthandler
 import random
 import sys
 
@@ -16,6 +17,7 @@ STEPS = 64
 
 
 def main(folder: str, store: str, rank: int, ranks: int) -> None:
+    faulthandler.dump_traceback_later(45)  # says where it waits, if it does
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
     package = lorac.load(folder)
@@ -36,6 +38,7 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
     most = max(bucket for bucket, _ in package.decode.GRAPHS["fused"])
     graphs = package.DecodeGraphs(forward, step, torch.zeros(most, 256, device="cuda", dtype=torch.bfloat16))
     graphs.capture()
+    print("captured", flush=True)
     shared = random.Random(0)  # the same on every rank, so that each knows what the others have
     for _ in range(STEPS):
         batches = [[shared.choice([None, "0", "1", "2"]) for _ in range(shared.randint(0, most))] for _ in range(ranks)]

@@ -271,11 +271,11 @@ PROJECT_QKV_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
+        (32, 0, 0, 4, 6, True, 0, 32, 16, 64, 128, 128, 1),
         (16, 16, 1, 4, 6, True, 1, 16, 16, 64, 128, 128, 1),
-        (32, 16, 1, 4, 8, True, 1, 32, 16, 64, 128, 128, 1),
+        (32, 16, 1, 4, 6, True, 1, 32, 16, 64, 128, 128, 1),
         (16, 16, 8, 4, 6, True, 8, 16, 16, 64, 128, 128, 1),
-        (32, 16, 8, 4, 8, True, 8, 32, 16, 64, 128, 128, 1),
+        (32, 16, 8, 4, 6, True, 8, 32, 16, 64, 128, 128, 1),
     ),
 )
 
@@ -529,6 +529,104 @@ TILE_SHRINK_QKV_PROJ = Kernel(
 )
 
 
+@triton.jit(do_not_specialize=["rows"])
+def tile_expand_qkv_proj(
+    b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row, n] += sum_r h[row, r] * B[slot of the row, n, r] where the library had the base, for qkv_proj.
+
+    One program: one tile, whose last sum is that of `tile_project_qkv_proj`. Base rows of y are not written.
+    """
+    N: tl.constexpr = 5120
+    SLICES: tl.constexpr = 3
+    R: tl.constexpr = 16
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
+    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    LATE: tl.constexpr = PDL > 0
+    TILES: tl.constexpr = (
+        (4096 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N
+    )
+    tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
+    part = 0
+    tile_in_slice = tile
+    start = 0
+    # k_proj
+    FIRST_1: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_1:
+        part = 1
+        tile_in_slice = tile - FIRST_1
+        start = 4096
+    # v_proj
+    FIRST_2: tl.constexpr = FIRST_1 + (512 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_2:
+        part = 2
+        tile_in_slice = tile - FIRST_2
+        start = 4608
+
+    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = start + within
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    own = tl.load(row_slot + row, mask=row < rows, other=-1)
+    h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
+    if CHUNK == 0:
+        slot = _next_slot(own, -1)
+        b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+    if AT_ONCE:
+        b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    adapted = (own >= 0)[:, None]
+    acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
+    if WIDTH > 0:
+        if CHUNK == 0:
+            # adapter by adapter: of those that the tile's rows have
+            while slot < NO_SLOT:
+                mine = (own == slot)[:, None]
+                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+                if LATE:
+                    b_tile = _not_before(b_tile)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+                slot = _next_slot(own, slot)
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        elif AT_ONCE:
+            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
+            if LATE:
+                b_tile = _not_before(b_tile)
+            acc = tl.dot(h_tile, b_tile.T, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
+
+
+TILE_EXPAND_QKV_PROJ = Kernel(
+    tile_expand_qkv_proj,
+    {
+        "b": "*bf16",
+        "active": "*i32",
+        "row_slot": "*i32",
+        "h": "*bf16",
+        "y": "*bf16",
+        "rows": "i32",
+    },
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_C", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (256, 16, 1, 4, 2, True, 1, 128, 16, 64, 64, 1),
+        (0, 16, 1, 4, 2, True, 1, 64, 16, 64, 0, 1),
+        (256, 16, 8, 4, 2, True, 8, 128, 16, 64, 64, 1),
+        (0, 16, 8, 4, 2, True, 8, 64, 16, 64, 0, 1),
+    ),
+)
+
+
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
 def segment_shrink_qkv_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
@@ -762,15 +860,17 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
 
 
 def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """As `linear_qkv_proj`, for many rows: the weights are read in tiles that several rows share."""
+    """As `linear_qkv_proj`, for many rows: weights are read in tiles that several rows share, by the library at some
+    sizes.
+    """
     a, b, rank, scale = slot
     rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", rows * 3 * launch.BLOCK_R if batch.adapters else 0, x.dtype)
+    h = scratch("h", 0, x.dtype)
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
+        h = scratch("h", rows * columns, x.dtype)
         tiles = cdiv(columns, shrink.BLOCK_N)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
@@ -793,6 +893,24 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
             blocks=blocks,
             rows=rows,
         )
+    if any(least <= rows <= most for least, most in ((129, 512),)):
+        # cuBLAS is faster by more than it costs to read y again
+        y = torch.nn.functional.linear(x, weight)
+        if batch.adapters:
+            expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+            tiles = cdiv(4096, expand.BLOCK_N) + cdiv(512, expand.BLOCK_N) + cdiv(512, expand.BLOCK_N)
+            TILE_EXPAND_QKV_PROJ.run(
+                expand,
+                (tiles * cdiv(rows, expand.BLOCK_M),),
+                b=b,
+                active=index.active,
+                row_slot=index.row_slot,
+                h=h,
+                y=y,
+                rows=rows,
+            )
+        return y
+    launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
     y = torch.empty(rows, 5120, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(512, launch.BLOCK_N) + cdiv(512, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
@@ -815,13 +933,7 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
     """x [rows, 2048] @ weight.T + LoRA of x, [rows, 5120]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
     if rows > 32:
-        if not any(least <= rows <= most for least, most in ((129, 512),)):
-            return tiles_qkv_proj(x, weight, slot, batch, scratch)
-        # cuBLAS is faster here
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            add_qkv_proj(x, y, slot, batch, scratch)
-        return y
+        return tiles_qkv_proj(x, weight, slot, batch, scratch)
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -1043,11 +1155,11 @@ PROJECT_O_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 8, True, 0, 32, 16, 64, 128, 128, 1),
+        (32, 0, 0, 4, 6, True, 0, 32, 16, 64, 128, 128, 1),
         (16, 16, 1, 4, 6, True, 1, 16, 16, 64, 128, 128, 1),
-        (32, 16, 1, 4, 8, True, 1, 32, 16, 64, 128, 128, 1),
+        (32, 16, 1, 4, 6, True, 1, 32, 16, 64, 128, 128, 1),
         (16, 16, 8, 4, 6, True, 8, 16, 16, 64, 128, 128, 1),
-        (32, 16, 8, 4, 8, True, 8, 32, 16, 64, 128, 128, 1),
+        (32, 16, 8, 4, 6, True, 8, 32, 16, 64, 128, 128, 1),
     ),
 )
 
@@ -1291,6 +1403,90 @@ TILE_SHRINK_O_PROJ = Kernel(
 )
 
 
+@triton.jit(do_not_specialize=["rows"])
+def tile_expand_o_proj(
+    b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row, n] += sum_r h[row, r] * B[slot of the row, n, r] where the library had the base, for o_proj.
+
+    One program: one tile, whose last sum is that of `tile_project_o_proj`. Base rows of y are not written.
+    """
+    N: tl.constexpr = 2048
+    SLICES: tl.constexpr = 1
+    R: tl.constexpr = 16
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
+    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    LATE: tl.constexpr = PDL > 0
+    TILES: tl.constexpr = (2048 + BLOCK_N - 1) // BLOCK_N
+    tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
+    part = 0
+    tile_in_slice = tile
+    start = 0
+
+    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = start + within
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    own = tl.load(row_slot + row, mask=row < rows, other=-1)
+    h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
+    if CHUNK == 0:
+        slot = _next_slot(own, -1)
+        b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+    if AT_ONCE:
+        b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    adapted = (own >= 0)[:, None]
+    acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
+    if WIDTH > 0:
+        if CHUNK == 0:
+            # adapter by adapter: of those that the tile's rows have
+            while slot < NO_SLOT:
+                mine = (own == slot)[:, None]
+                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+                if LATE:
+                    b_tile = _not_before(b_tile)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+                slot = _next_slot(own, slot)
+                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        elif AT_ONCE:
+            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
+            if LATE:
+                b_tile = _not_before(b_tile)
+            acc = tl.dot(h_tile, b_tile.T, acc)
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
+                acc = tl.dot(h_tile, b_tile.T, acc)
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
+
+
+TILE_EXPAND_O_PROJ = Kernel(
+    tile_expand_o_proj,
+    {
+        "b": "*bf16",
+        "active": "*i32",
+        "row_slot": "*i32",
+        "h": "*bf16",
+        "y": "*bf16",
+        "rows": "i32",
+    },
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_C", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (256, 16, 1, 4, 2, True, 1, 128, 16, 64, 64, 1),
+        (0, 16, 1, 4, 2, True, 1, 64, 16, 64, 0, 1),
+        (256, 16, 8, 4, 2, True, 8, 128, 16, 64, 64, 1),
+        (0, 16, 8, 4, 2, True, 8, 64, 16, 64, 0, 1),
+    ),
+)
+
+
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
 def segment_shrink_o_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
@@ -1512,15 +1708,15 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
 
 
 def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """As `linear_o_proj`, for many rows: the weights are read in tiles that several rows share."""
+    """As `linear_o_proj`, for many rows: weights are read in tiles that several rows share."""
     a, b, rank, scale = slot
     rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", rows * 1 * launch.BLOCK_R if batch.adapters else 0, x.dtype)
+    h = scratch("h", 0, x.dtype)
     if batch.adapters:
         shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
+        h = scratch("h", rows * columns, x.dtype)
         tiles = cdiv(columns, shrink.BLOCK_N)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
@@ -1543,6 +1739,7 @@ def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batc
             blocks=blocks,
             rows=rows,
         )
+    launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
     y = torch.empty(rows, 2048, dtype=x.dtype, device=x.device)
     tiles = cdiv(2048, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
@@ -2949,12 +3146,14 @@ KERNELS = (
     PROJECT_QKV_PROJ,
     TILE_PROJECT_QKV_PROJ,
     TILE_SHRINK_QKV_PROJ,
+    TILE_EXPAND_QKV_PROJ,
     SEGMENT_SHRINK_QKV_PROJ,
     SEGMENT_EXPAND_QKV_PROJ,
     SHRINK_O_PROJ,
     PROJECT_O_PROJ,
     TILE_PROJECT_O_PROJ,
     TILE_SHRINK_O_PROJ,
+    TILE_EXPAND_O_PROJ,
     SEGMENT_SHRINK_O_PROJ,
     SEGMENT_EXPAND_O_PROJ,
     PAIR_ACTIVATE_EXPERTS_GATE_UP,

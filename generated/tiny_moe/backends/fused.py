@@ -522,6 +522,109 @@ TILE_SHRINK_QKV_PROJ = Kernel(
 )
 
 
+@triton.jit(do_not_specialize=["rows"])
+def tile_expand_qkv_proj(
+    b, active, row_slot, h, y, rows,
+    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y[row, n] += sum_r h[row, r] * B[slot of the row, n, r] where the library had the base, for qkv_proj.
+
+    One program: one tile, whose last sum is that of `tile_project_qkv_proj`. Base rows of y are not written.
+    """
+    N: tl.constexpr = 128
+    SLICES: tl.constexpr = 3
+    R: tl.constexpr = 16
+    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
+    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
+    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    LATE: tl.constexpr = PDL > 0
+    TILES: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
+    tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
+    part = 0
+    tile_in_slice = tile
+    start = 0
+    width = 64
+    # k_proj
+    FIRST_1: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_1:
+        part = 1
+        tile_in_slice = tile - FIRST_1
+        start = 64
+        width = 32
+    # v_proj
+    FIRST_2: tl.constexpr = FIRST_1 + (32 + BLOCK_N - 1) // BLOCK_N
+    if tile >= FIRST_2:
+        part = 2
+        tile_in_slice = tile - FIRST_2
+        start = 96
+        width = 32
+
+    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = start + within
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    own = tl.load(row_slot + row, mask=row < rows, other=-1)
+    h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
+    if CHUNK == 0:
+        slot = _next_slot(own, -1)
+        b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+    if AT_ONCE:
+        b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    adapted = (own >= 0)[:, None] & (within < width)[None, :]
+    acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
+    if WIDTH > 0:
+        if CHUNK == 0:
+            # adapter by adapter: of those that the tile's rows have
+            while slot < NO_SLOT:
+                mine = (own == slot)[:, None]
+                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
+                if LATE:
+                    b_tile = _not_before(b_tile)
+                acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+                slot = _next_slot(own, slot)
+                b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+        elif AT_ONCE:
+            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
+            if LATE:
+                b_tile = _not_before(b_tile)
+            acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+        else:
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+                b_tile = _b_tile(b, active, n, within < width, first, ACTIVE, BLOCK_R, CHUNK)
+                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
+                acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
+
+
+TILE_EXPAND_QKV_PROJ = Kernel(
+    tile_expand_qkv_proj,
+    {
+        "b": "*fp32",
+        "active": "*i32",
+        "row_slot": "*i32",
+        "h": "*fp32",
+        "y": "*fp32",
+        "rows": "i32",
+    },
+    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_C", "PDL"),
+    (
+        # rows, rank, adapters, warps, stages, pdl, then the constants
+        (256, 8, 1, 4, 2, True, 1, 128, 16, 64, 64, 1),
+        (0, 8, 1, 4, 2, True, 1, 64, 16, 64, 0, 1),
+        (256, 16, 1, 4, 2, True, 1, 128, 16, 64, 64, 1),
+        (0, 16, 1, 4, 2, True, 1, 64, 16, 64, 0, 1),
+        (256, 8, 3, 4, 2, True, 4, 128, 16, 64, 64, 1),
+        (0, 8, 3, 4, 2, True, 4, 64, 16, 64, 0, 1),
+        (256, 16, 3, 4, 2, True, 4, 128, 16, 64, 64, 1),
+        (0, 16, 3, 4, 2, True, 4, 64, 16, 64, 0, 1),
+    ),
+)
+
+
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
 def segment_shrink_qkv_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, blocks, rows,
@@ -741,15 +844,15 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
 
 
 def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """As `linear_qkv_proj`, for many rows: the weights are read in tiles that several rows share."""
+    """As `linear_qkv_proj`, for many rows: weights are read in tiles that several rows share."""
     a, b, rank, scale = slot
     rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", rows * 3 * launch.BLOCK_R if batch.adapters else 0, x.dtype)
+    h = scratch("h", 0, x.dtype)
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
+        h = scratch("h", rows * columns, x.dtype)
         tiles = cdiv(columns, shrink.BLOCK_N)
         TILE_SHRINK_QKV_PROJ.run(
             shrink,
@@ -767,6 +870,7 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
             blocks=blocks,
             rows=rows,
         )
+    launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
     y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
@@ -2202,6 +2306,7 @@ KERNELS = (
     PROJECT_QKV_PROJ,
     TILE_PROJECT_QKV_PROJ,
     TILE_SHRINK_QKV_PROJ,
+    TILE_EXPAND_QKV_PROJ,
     SEGMENT_SHRINK_QKV_PROJ,
     SEGMENT_EXPAND_QKV_PROJ,
     PAIR_ACTIVATE_EXPERTS_GATE_UP,
