@@ -144,7 +144,7 @@ def filled_slots(package: ModuleType, device: str | torch.device, ranks: list[in
 
         def swap(self, name: str) -> None:
             self.fill(int(name))
-            self.slot_generation[int(name)] += 1
+            self._changed(int(name))
 
         def fill(self, slot: int) -> None:
             rank, limit = self.slot_rank(slot), self.layout.max_rank

@@ -6,6 +6,7 @@ from math import prod
 from lorac.plan.kernels import ITEMSIZE, block_of
 from lorac.plan.model import Buffer, DecodePlan, KernelPlan, Launch, ModulePlan, PrefillPlan
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
+from lorac.runtime.room import numbers
 
 
 def slot_buffers(modules: tuple[ModulePlan, ...], slots: int, max_rank: int, dtype: str) -> tuple[Buffer, ...]:
@@ -47,8 +48,8 @@ def room(decode: DecodePlan, prefill: PrefillPlan) -> tuple[int, int]:
 
 
 def metadata_buffer(rows: int, requests: int, segments: int, slots: int) -> Buffer:
-    """The step's int32 metadata: two numbers per row, three per segment, the active slots, and the packed copy."""
-    count = 2 * rows + 3 * segments + slots + 2 * requests + 1
+    """The step's int32 metadata: its maps of rows, segments and slots, and what the host sends of them."""
+    count = numbers(rows, requests, segments, slots)
     return Buffer("metadata", (count,), "int32", 4 * count, "rows, segments and requests of one step")
 
 

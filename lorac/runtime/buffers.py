@@ -34,6 +34,7 @@ class Buffers:
             ):
                 tables[module.name] = torch.zeros(shape, dtype=kind or dtype, device=device)
         self._extents: list[dict[str, int]] = [{} for _ in range(layout.slots)]  # the rank each slot's tables hold
+        self._tables: dict[tuple[str, int], Tables] = {}  # views by module and slot: making them costs as a launch does
         self._cuda = device.type == "cuda"
         if self._cuda:
             self.stream = torch.cuda.Stream(device)
@@ -118,6 +119,11 @@ class Buffers:
 
     def _slot_tables(self, module: Module, slot: int) -> "Tables":
         """One slot's part of a module's tables: a [..., R, in], b [..., out, R]."""
+        if (module.name, slot) not in self._tables:
+            self._tables[module.name, slot] = self._cut(module, slot)
+        return self._tables[module.name, slot]
+
+    def _cut(self, module: Module, slot: int) -> "Tables":
         from lorac.runtime.adapters.pack import Tables  # with the first adapter: it takes half as long as all the rest
 
         a, b, name = self.a[module.name][:, slot], self.b[module.name], module.name

@@ -12,16 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-HEADER = 4  # requests, rows, chunk, unused: per map
-MAPS = 2
+from lorac.runtime.room import HEADER, MAPS, map_sizes, round_up, table_size
+
 BANK = 8  # batches between two events
 UNCUT = 2**30  # a chunk no batch reaches: one segment per adapter
 _NO_MAPS = (0, 0, UNCUT, 0) * MAPS
-
-
-def round_up(count: int) -> int:
-    """The next multiple of 16."""
-    return -(-count // 16) * 16
 
 
 class RowMap(NamedTuple):
@@ -39,14 +34,13 @@ class Metadata:
     """Room for `rows` rows, `requests` requests and `segments` segments, on one device."""
 
     def __init__(self, rows: int, requests: int, segments: int, slots: int, device: torch.device):
-        # every tensor starts on 64 bytes: kernels are compiled for aligned pointers
         rows, segments = round_up(rows), round_up(segments)
         self.rows, self.requests, self.segments, self.slots = rows, requests, segments, slots
         self.device = device
-        sizes = (rows, rows, segments, segments, segments, round_up(slots))
+        sizes = map_sizes(rows, segments, slots)
         self.tensors = torch.full((MAPS, sum(sizes)), -1, dtype=torch.int32, device=device)
         self.maps = tuple(RowMap(*self.tensors[m].split(sizes)) for m in range(MAPS))
-        self.table = 2 * requests + 1  # slots, then starts, of one map
+        self.table = table_size(requests)
         self.packed = torch.zeros(MAPS * (HEADER + self.table), dtype=torch.int32, device=device)
         self.routes: dict[bool, Callable[[], None]] = {}  # launches that derive `tensors`: rows by request, or not
         self._banks = deque((_Bank(self.packed), _Bank(self.packed)))  # the first is being filled

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from lorac.runtime.launch import Kernel, cdiv
-from lorac.runtime.metadata import MAPS, Metadata
+from lorac.runtime.metadata import Metadata
+from lorac.runtime.room import MAPS
 
 ROUTE_ROWS = 64  # rows of one program of `route`
 

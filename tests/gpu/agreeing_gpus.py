@@ -4,6 +4,7 @@ Its forward sums over the ranks with NCCL: ranks that took different graphs woul
 """
 
 import faulthandler
+import os
 import random
 import sys
 
@@ -58,7 +59,7 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
         common = min(map(len, batches))  # past it, some rank has padding
         assert torch.allclose(total[:common], sum(sums)[:common], rtol=1e-3, atol=1e-2)
         print("answer", ticket.phase, ticket.variant, ticket.bucket, flush=True)
-    dist.destroy_process_group()
+    os._exit(0)  # NCCL's own way out waits for graphs that captured it
 
 
 if __name__ == "__main__":

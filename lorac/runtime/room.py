@@ -1,0 +1,27 @@
+"""How large a step's metadata is, in int32 numbers: the plan states it in bytes, the runtime allocates it.
+
+Standard library only.
+"""
+
+HEADER = 4  # requests, rows, chunk, unused: per map
+MAPS = 2  # of the rows of the forward, and of those whose logits are computed
+
+
+def round_up(count: int) -> int:
+    """The next multiple of 16: every tensor starts on 64 bytes, for kernels are compiled for aligned pointers."""
+    return -(-count // 16) * 16
+
+
+def map_sizes(rows: int, segments: int, slots: int) -> tuple[int, ...]:
+    """Of one map: the slot and the order of every row, slot, start and end of every segment, the active slots."""
+    return (*[round_up(rows)] * 2, *[round_up(segments)] * 3, round_up(slots))
+
+
+def table_size(requests: int) -> int:
+    """Of one map as the host sends it: the slot of every request, where its rows start, and the end of the last."""
+    return 2 * requests + 1
+
+
+def numbers(rows: int, requests: int, segments: int, slots: int) -> int:
+    """Of everything together."""
+    return MAPS * (sum(map_sizes(rows, segments, slots)) + HEADER + table_size(requests))
