@@ -120,7 +120,7 @@ class Kernel:
             return partial(self.run, launch, grid, **arguments)
         device = torch.cuda.current_device()
         values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments.values()]
-        return partial(self._found(launch, device, arguments).run, grid, device, values)
+        return self._found(launch, device, arguments).bound(grid, device, values)
 
     def _found(self, launch: Launch, device: int, arguments: dict) -> "_Compiled":
         compiled = self._compiled.get((launch, device))
@@ -177,6 +177,20 @@ class _Compiled:
     def __init__(self, compiled, constants: tuple[int, ...], pdl: bool):
         compiled._init_handles()
         self.compiled, self.constants, self.pdl = compiled, constants, pdl
+
+    def bound(self, grid: tuple[int, ...], device: int, arguments: list) -> Callable[[], None]:
+        """`run` of a kernel without dependent launches, always with these arguments."""
+        launch, (x, y, z) = self.compiled.run, (*grid, 1, 1)[:3]
+        stream_of, hooks = driver.active.get_current_stream, triton.knobs.runtime
+        fixed = (self.compiled.function, self.compiled.packed_metadata, None, None, None, *arguments, *self.constants)
+
+        def call() -> None:
+            if hooks.launch_enter_hook.calls:
+                self.run(grid, device, arguments)
+            else:
+                launch(x, y, z, stream_of(device), *fixed)
+
+        return call
 
     def run(self, grid: tuple[int, ...], device: int, arguments) -> None:
         """What `compiled[grid](*arguments)` does, less its per-call bookkeeping; hooks of profilers take that way."""

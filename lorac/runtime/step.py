@@ -251,9 +251,10 @@ class Step:
         if self._found_at != self.slots.generation or len(self._found) == _REMEMBERED:
             self._found, self._found_at = {}, self.slots.generation
         batch = tuple(names)
-        if batch not in self._found:
-            self._found[batch] = self._held(*self.slots.lookup(names))
-        return self._found[batch]
+        found = self._found.get(batch)  # once: each look compares every name
+        if found is None:
+            found = self._found[batch] = self._held(*self.slots.lookup(names))
+        return found
 
     def _held(self, slots: array, held: tuple[int, ...]) -> "_Found":
         rank = max(map(self.slots.slot_rank, held), default=0)
