@@ -50,10 +50,10 @@ def _next_slot(own, slot):
 
 
 @triton.jit
-def _b_of(b, slot, n, wanted_n, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """B of one slot, [n, BLOCK_R]; of NO_SLOT zeros."""
+def _b_of(b, slot, n, wanted_n, first, R: tl.constexpr, PIECE: tl.constexpr):
+    """PIECE columns of B of one slot from `first`, [n, PIECE]; of NO_SLOT zeros."""
     SLOTS: tl.constexpr = 8
-    r = tl.arange(0, BLOCK_R)
+    r = first + tl.arange(0, PIECE)
     wanted = ((slot + r * 0 < NO_SLOT) & (r < R))[None, :] & (n >= 0)[:, None]
     if wanted_n is not None:
         wanted = wanted & wanted_n[:, None]
@@ -295,6 +295,7 @@ def _tile_project_qkv_proj_tile(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
     TILES: tl.constexpr = (
         (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
@@ -326,8 +327,8 @@ def _tile_project_qkv_proj_tile(
             slot = _next_slot(own, -1)
         if LATE:
             # on its way while the base is summed
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
 
@@ -342,20 +343,28 @@ def _tile_project_qkv_proj_tile(
         tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
         if not LATE:
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
         if CHUNK == 0:
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
@@ -546,6 +555,7 @@ def tile_expand_qkv_proj(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = PDL > 0
     TILES: tl.constexpr = (
         (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
@@ -574,7 +584,8 @@ def tile_expand_qkv_proj(
     h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
     if CHUNK == 0:
         slot = _next_slot(own, -1)
-        b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        if PIECE == BLOCK_R:
+            b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
     if AT_ONCE:
         b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
     if PDL:
@@ -588,12 +599,20 @@ def tile_expand_qkv_proj(
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
@@ -1179,6 +1198,7 @@ def _tile_project_o_proj_tile(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
@@ -1196,8 +1216,8 @@ def _tile_project_o_proj_tile(
             slot = _next_slot(own, -1)
         if LATE:
             # on its way while the base is summed
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
 
@@ -1212,20 +1232,28 @@ def _tile_project_o_proj_tile(
         tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
         if not LATE:
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
         if CHUNK == 0:
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
@@ -1420,6 +1448,7 @@ def tile_expand_o_proj(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = PDL > 0
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
@@ -1434,7 +1463,8 @@ def tile_expand_o_proj(
     h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
     if CHUNK == 0:
         slot = _next_slot(own, -1)
-        b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        if PIECE == BLOCK_R:
+            b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
     if AT_ONCE:
         b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
     if PDL:
@@ -1448,12 +1478,20 @@ def tile_expand_o_proj(
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
@@ -2015,6 +2053,7 @@ def _tile_project_gate_up_proj_tile(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
     TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
@@ -2038,8 +2077,8 @@ def _tile_project_gate_up_proj_tile(
             slot = _next_slot(own, -1)
         if LATE:
             # on its way while the base is summed
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
 
@@ -2054,20 +2093,28 @@ def _tile_project_gate_up_proj_tile(
         tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
         if not LATE:
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
         if CHUNK == 0:
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
@@ -2257,6 +2304,7 @@ def tile_expand_gate_up_proj(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = PDL > 0
     TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
@@ -2277,7 +2325,8 @@ def tile_expand_gate_up_proj(
     h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
     if CHUNK == 0:
         slot = _next_slot(own, -1)
-        b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        if PIECE == BLOCK_R:
+            b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
     if AT_ONCE:
         b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
     if PDL:
@@ -2291,12 +2340,20 @@ def tile_expand_gate_up_proj(
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
@@ -2880,6 +2937,7 @@ def _tile_project_down_proj_tile(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
@@ -2897,8 +2955,8 @@ def _tile_project_down_proj_tile(
             slot = _next_slot(own, -1)
         if LATE:
             # on its way while the base is summed
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
 
@@ -2913,20 +2971,28 @@ def _tile_project_down_proj_tile(
         tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
         if not LATE:
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
         if CHUNK == 0:
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
@@ -3120,6 +3186,7 @@ def tile_expand_down_proj(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = PDL > 0
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
@@ -3134,7 +3201,8 @@ def tile_expand_down_proj(
     h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
     if CHUNK == 0:
         slot = _next_slot(own, -1)
-        b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+        if PIECE == BLOCK_R:
+            b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
     if AT_ONCE:
         b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
     if PDL:
@@ -3148,12 +3216,20 @@ def tile_expand_down_proj(
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, None, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc)
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:

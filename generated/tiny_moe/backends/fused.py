@@ -49,10 +49,10 @@ def _next_slot(own, slot):
 
 
 @triton.jit
-def _b_of(b, slot, n, wanted_n, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """B of one slot, [n, BLOCK_R]; of NO_SLOT zeros."""
+def _b_of(b, slot, n, wanted_n, first, R: tl.constexpr, PIECE: tl.constexpr):
+    """PIECE columns of B of one slot from `first`, [n, PIECE]; of NO_SLOT zeros."""
     SLOTS: tl.constexpr = 3
-    r = tl.arange(0, BLOCK_R)
+    r = first + tl.arange(0, PIECE)
     wanted = ((slot + r * 0 < NO_SLOT) & (r < R))[None, :] & (n >= 0)[:, None]
     if wanted_n is not None:
         wanted = wanted & wanted_n[:, None]
@@ -288,6 +288,7 @@ def _tile_project_qkv_proj_tile(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
     TILES: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
@@ -320,8 +321,8 @@ def _tile_project_qkv_proj_tile(
             slot = _next_slot(own, -1)
         if LATE:
             # on its way while the base is summed
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
 
@@ -336,27 +337,35 @@ def _tile_project_qkv_proj_tile(
         tl.extra.cuda.gdc_wait()
     if WIDTH > 0:
         if not LATE:
-            if CHUNK == 0:
-                b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+            if CHUNK == 0 and PIECE == BLOCK_R:
+                b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
             if AT_ONCE:
                 b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
         if CHUNK == 0:
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, within < width, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
                 b_tile = _not_before(b_tile)
             acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
         else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=2):
                 b_tile = _b_tile(b, active, n, within < width, first, ACTIVE, BLOCK_R, CHUNK)
                 h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
                 acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
@@ -538,6 +547,7 @@ def tile_expand_qkv_proj(
     WIDTH: tl.constexpr = ACTIVE * BLOCK_R
     CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
     AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
+    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
     LATE: tl.constexpr = PDL > 0
     TILES: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
@@ -567,7 +577,8 @@ def tile_expand_qkv_proj(
     h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
     if CHUNK == 0:
         slot = _next_slot(own, -1)
-        b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+        if PIECE == BLOCK_R:
+            b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
     if AT_ONCE:
         b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
     if PDL:
@@ -581,19 +592,27 @@ def tile_expand_qkv_proj(
             # adapter by adapter: of those that the tile's rows have
             while slot < NO_SLOT:
                 mine = (own == slot)[:, None]
-                h_tile = tl.load(h_row + tl.arange(0, BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-                if LATE:
-                    b_tile = _not_before(b_tile)
-                acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-                slot = _next_slot(own, slot)
-                b_tile = _b_of(b, slot, n, within < width, R, BLOCK_R)
+                h_at = h_row + tl.arange(0, PIECE)[None, :]
+                if PIECE == BLOCK_R:
+                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
+                    if LATE:
+                        b_tile = _not_before(b_tile)
+                    acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+                    slot = _next_slot(own, slot)
+                    b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
+                else:
+                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
+                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
+                        b_tile = _b_of(b, slot, n, within < width, first, R, PIECE)
+                        acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+                    slot = _next_slot(own, slot)
         elif AT_ONCE:
             h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
             if LATE:
                 b_tile = _not_before(b_tile)
             acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
         else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
+            for first in tl.range(0, WIDTH, CHUNK, num_stages=2):
                 b_tile = _b_tile(b, active, n, within < width, first, ACTIVE, BLOCK_R, CHUNK)
                 h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
                 acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
