@@ -49,6 +49,8 @@ def linear(
             f"{module}: weight is {list(weight.shape)} with strides {weight.stride()}, expected contiguous "
             f"[{spec.out_features}, {spec.in_features}]"
         )
+    if weight.data_ptr() % 16:
+        raise ShapeError(f"{module}: weight starts on no 16 bytes, as the kernels' loads need; pass weight.clone()")
     with step.launching():
         batch, slot = step.enter(module, layer)
         rows = rows_of(x, spec, step, batch)

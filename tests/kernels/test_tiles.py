@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lorac import reference
+from lorac.runtime.errors import ShapeError
 from lorac.runtime.launch import Kernel
 from lorac.verify.slots import numbered
 
@@ -118,3 +119,12 @@ def test_every_family_against_float64(package, slots, random_of, launched, name,
         assert torch.equal(y[base], plain[base]), f"{module.name}: base rows beside adapters changed their bits"
         assert all(not torch.equal(y[row], plain[row]) for row, slot in enumerate(rows) if slot >= 0)
         assert torch.equal(y, package.linear(module.name, 0, x, weight, served)), f"{module.name}: other bits again"
+
+
+def test_a_weight_that_starts_anywhere_is_refused(package, slots, random_of):
+    step = package.Step(slots, "fused")
+    step.prepare_slots("decode", [0] * 40, [1] * 40)
+    module = package.LAYOUT.by_name["long_proj"]
+    weight = random_of(module.out_features * module.in_features + 1)[1:].view(module.out_features, module.in_features)
+    with pytest.raises(ShapeError, match="starts on no 16 bytes.*weight.clone"):
+        package.linear("long_proj", 0, random_of(40, module.in_features), weight, step)
