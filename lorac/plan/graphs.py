@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from lorac.plan.buffers import scratch_bytes
-from lorac.plan.kernels import ANY_ADAPTERS
+from lorac.plan.kernels import ANY_ADAPTERS, launched
 from lorac.plan.model import BackendPlan, BucketPlan, KernelPlan, Launch, Plan, Variant
 
 # of a kernel node in an instantiated graph, about; what a graph took in all stands in `graphs.report()`
@@ -64,34 +64,18 @@ def phases(backend: BackendPlan) -> list[tuple[str, str, tuple[BucketPlan, ...]]
 def _launched(
     plan: Plan, backend: BackendPlan, phase: str, bucket: BucketPlan, variant: Variant
 ) -> list[tuple[KernelPlan, Launch]]:
-    """The kernels that serve a bucket, each with its configuration. lm_head runs after a prefill graph, not in it.
-
-    Where a module has kernels for so many rows alone, they stand in for its others; not where the library has the base.
-    """
+    """The kernels that serve a bucket, each with its configuration. lm_head runs after a prefill graph, not in it."""
     adapters = min(variant.adapters, bucket.grid.requests)
-    left = {
-        kernel.module
-        for kernel in backend.kernels
-        if any(least <= bucket.size <= most for least, most in kernel.library)
-    }
     found = []
-    for kernel in backend.kernels:
+    for kernel in launched(backend.kernels, bucket.size, adapters > 0):
         launch = _pick(kernel, bucket.size, adapters, variant.rank)
-        served = kernel.above < bucket.size and not (kernel.base if kernel.module in left else kernel.in_library)
-        if launch and served and (phase == "decode" or plan.module(kernel.module).kind != "lm_head"):
+        if launch and (phase == "decode" or plan.module(kernel.module).kind != "lm_head"):
             found.append((kernel, launch))
-    bounded = {kernel.module for kernel, _ in found if _is_bounded(kernel)}
-    return [(kernel, launch) for kernel, launch in found if _is_bounded(kernel) or kernel.module not in bounded]
-
-
-def _is_bounded(kernel: KernelPlan) -> bool:
-    return bool(kernel.above or kernel.max_rows)
+    return found
 
 
 def _pick(kernel: KernelPlan, rows: int, adapters: int, rank: int) -> Launch | None:
-    """The configuration that the runtime picks for a batch at these bounds; None where it launches none."""
-    if not adapters and not kernel.base:
-        return None
+    """The configuration that the runtime picks for a batch at these bounds; None where it has none."""
     for launch in kernel.launches:
         within = rank <= launch.rank and (rows <= launch.rows or not launch.rows)
         if within and (adapters <= launch.adapters or launch.adapters == ANY_ADAPTERS):

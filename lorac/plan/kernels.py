@@ -96,6 +96,24 @@ def _scratch(name: str, declared: Scratch, split: bool, dtype: str) -> ScratchPl
     return ScratchPlan(name, SCRATCH_ITEMSIZE.get(declared.dtype) or ITEMSIZE[dtype], declared.shape, split)
 
 
+def launched(kernels: tuple[KernelPlan, ...], rows: int, adapters: bool = True) -> list[KernelPlan]:
+    """Of a backend's kernels, those that layers of `rows` rows with adapters (or without) launch, base included.
+
+    Where a module has kernels for so many rows alone, they stand in for its others; one with the base does not where it
+    leaves that to the library.
+    """
+    left = {of.module for of in kernels if any(least <= rows <= most for least, most in of.library)}
+    found = [
+        of
+        for of in kernels
+        if of.above < rows <= (of.max_rows or rows)
+        and (adapters or of.base)
+        and not (of.base if of.module in left else of.in_library)
+    ]
+    bounded = {of.module for of in found if of.above or of.max_rows}
+    return [of for of in found if of.above or of.max_rows or of.module not in bounded]
+
+
 def _element(argument: str, dtype: str) -> str:
     """The type of an argument as the runtime takes it: `*dtype` is a pointer to the spec's element type."""
     return argument.replace("dtype", TRITON_NAME[dtype])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lorac.errors import BuildError
 from lorac.fingerprint import fingerprint
 from lorac.plan.build import Tuned, make_plan
-from lorac.plan.kernels import ANY_ADAPTERS
+from lorac.plan.kernels import ANY_ADAPTERS, launched
 from lorac.plan.model import KernelPlan, Launch, Plan
 from lorac.render.package import launch_row, render
 from lorac.spec.backend import Declaration, Kernel, Tile
@@ -63,9 +63,9 @@ class Task:
         """In the order they are visited first: a search cut short has seen every module and size."""
         for size in rows:
             for backend in plan.backends:
-                for kernel in backend.kernels if not backends or backend.name in backends else ():
+                for kernel in launched(backend.kernels, size) if not backends or backend.name in backends else ():
                     declaration = self.declarations[backend.name].kernels[kernel.stage]
-                    if plan.module(kernel.module).kind in KINDS and size <= (kernel.max_rows or size):
+                    if plan.module(kernel.module).kind in KINDS:
                         for rank, adapters in _classes(kernel, declaration, size):
                             site = Site(backend.name, kernel.stage, kernel.module, rank, adapters, size)
                             yield site, declaration, kernel
