@@ -68,8 +68,8 @@ def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Te
             f"{step.slots.dtype} on {step.device}"
         )
     rows = _sized(x.reshape(-1, spec.in_features), spec, batch)
-    # the kernels' loads are compiled for rows aligned as those of a contiguous tensor
-    if rows.stride(1) != 1 or rows.stride(0) % spec.aligned[0] or rows.data_ptr() % 16:
+    # the kernels' loads are compiled for rows aligned as those of a contiguous tensor; a tile's rows lie apart
+    if rows.stride(1) != 1 or not rows.stride(0) or rows.stride(0) % spec.aligned[0] or rows.data_ptr() % 16:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows
 

@@ -128,3 +128,12 @@ def test_a_weight_that_starts_anywhere_is_refused(package, slots, random_of):
     weight = random_of(module.out_features * module.in_features + 1)[1:].view(module.out_features, module.in_features)
     with pytest.raises(ShapeError, match="starts on no 16 bytes.*weight.clone"):
         package.linear("long_proj", 0, random_of(40, module.in_features), weight, step)
+
+
+def test_one_row_for_all(package, slots, random_of):
+    step = package.Step(slots, "fused")
+    step.prepare_slots("decode", [0] * 40, [1] * 40)
+    module = package.LAYOUT.by_name["long_proj"]
+    row, weight = random_of(1, module.in_features), random_of(module.out_features, module.in_features)
+    whole = package.linear("long_proj", 0, row.expand(40, -1).contiguous(), weight, step)
+    assert torch.equal(package.linear("long_proj", 0, row.expand(40, -1), weight, step), whole)
