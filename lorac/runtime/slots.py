@@ -96,14 +96,13 @@ class Slots:
         with self.lock:
             return self._resident(name).slot
 
-    def lookup(self, names: Collection[str | None]) -> tuple[array, tuple[int, ...]]:
-        """The slot of each name, -1 for None; and the slots among them, ascending. Raises SlotError as `slot_of`."""
+    def lookup(self, names: Collection[str | None]) -> array:
+        """The slot of each name, -1 for None. Raises SlotError as `slot_of`."""
         with self.lock:
             slots = self._residents.slots
-            distinct = set(names)
-            for absent in distinct.difference(slots):
+            for absent in set(names).difference(slots):
                 self._resident(absent)  # which raises: it is in no slot
-            return slots_of(slots, names), tuple(sorted({slots[name] for name in distinct} - {-1}))
+            return slots_of(slots, names)
 
     def slot_rank(self, slot: int) -> int:
         """The largest rank of the adapter in a slot, 0 for an empty one."""

@@ -117,7 +117,7 @@ class Step:
     def prepare_slots(self, phase: str, slots: list[int], rows: list[int], logits: list[int] | None = None) -> Ticket:
         """As the other `prepare` methods, with requests named by slot number (-1: base) and their rows."""
         with self.slots.lock:
-            found = self._held(array("i", slots), tuple(sorted(set(slots) - {-1})))
+            found = self._held(array("i", slots))
             return self._admit(phase, found, starts_of(rows), logits and starts_of(logits), 1)
 
     def finish(self) -> None:
@@ -253,10 +253,11 @@ class Step:
         batch = tuple(names)
         found = self._found.get(batch)  # once: each look compares every name
         if found is None:
-            found = self._found[batch] = self._held(*self.slots.lookup(names))
+            found = self._found[batch] = self._held(self.slots.lookup(names))
         return found
 
-    def _held(self, slots: array, held: tuple[int, ...]) -> "_Found":
+    def _held(self, slots: array) -> "_Found":
+        held = tuple(sorted(set(slots) - {-1}))
         rank = max(map(self.slots.slot_rank, held), default=0)
         return _Found(slots, held, rank, tuple(map(self.slots.slot_generation.__getitem__, held)))
 

@@ -16,8 +16,8 @@ def numbered(package: ModuleType, ranks: Sequence[int]) -> type:
     numbers = {None: -1} | {str(slot): slot for slot in range(len(ranks))}
 
     class Numbered(package.Slots):
-        def lookup(self, names) -> tuple[array, tuple[int, ...]]:
-            return slots_of(numbers, names), tuple(sorted({numbers[name] for name in set(names)} - {-1}))
+        def lookup(self, names) -> array:
+            return slots_of(numbers, names)
 
         def slot_rank(self, slot: int) -> int:
             return ranks[slot]

@@ -52,7 +52,7 @@ class Server:
         return self.package.PrefillGraphs(self.model, self.step, torch.zeros(64, 32), **options)
 
     def slots_of(self, names) -> list[int]:
-        return list(self.slots.lookup(names)[0])
+        return list(self.slots.lookup(names))
 
     def serve(self, graphs, names, requests=None, rows_per_request: int = 1):
         """Run a batch: names per request of a decode batch, or (name, tokens) of a prefill batch. -> (ticket, outputs).
