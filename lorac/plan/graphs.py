@@ -35,9 +35,9 @@ def planned_graphs(plan: Plan) -> tuple[GraphPlan, ...]:
         for phase, mode, buckets in phases(backend):
             for bucket in reversed(buckets):
                 for name in reversed(bucket.variants):
-                    launched = _launched(plan, backend, phase, bucket, variants[name])
-                    count = sum(modules[kernel.module].instances for kernel, _ in launched)
-                    scratch = scratch_bytes(launched, modules, bucket.size, plan.slots)
+                    served = _served(plan, backend, phase, bucket, variants[name])
+                    count = sum(modules[kernel.module].instances for kernel, _ in served)
+                    scratch = scratch_bytes(served, modules, bucket.size, plan.slots)
                     graph = GraphPlan(
                         backend=backend.name,
                         phase=phase,
@@ -61,7 +61,7 @@ def phases(backend: BackendPlan) -> list[tuple[str, str, tuple[BucketPlan, ...]]
     return [("decode", decode, backend.decode), ("prefill", prefill, backend.prefill)]
 
 
-def _launched(
+def _served(
     plan: Plan, backend: BackendPlan, phase: str, bucket: BucketPlan, variant: Variant
 ) -> list[tuple[KernelPlan, Launch]]:
     """The kernels that serve a bucket, each with its configuration. lm_head runs after a prefill graph, not in it."""

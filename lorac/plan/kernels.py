@@ -150,10 +150,10 @@ def _launches(
     rows come out in the same bits with and without.
     """
     followed = {name: (leaders[of.partition(".")[0]], of.partition(".")[2]) for name, of in kernel.follows.items()}
-    led = {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
+    their_rows = {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
     bounds = (max_rank, ANY_ADAPTERS) if kernel.base else (rank, bound)
     launches: list[Launch] = []
-    for rows in _classes(kernel, tiles, led):
+    for rows in _classes(kernel, tiles, their_rows):
         tile, source = _serving(tiles, rows, *bounds, module, bare=not bound)
         if tile.library:
             continue
