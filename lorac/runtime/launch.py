@@ -177,12 +177,13 @@ class _Compiled:
     def __init__(self, compiled, constants: tuple[int, ...], pdl: bool):
         compiled._init_handles()
         self.compiled, self.constants, self.pdl = compiled, constants, pdl
+        self.handles = (compiled.function, compiled.packed_metadata, None, None, None)  # what each launch begins with
 
     def bound(self, grid: tuple[int, ...], device: int, arguments: list) -> Callable[[], None]:
         """`run` of a kernel without dependent launches, always with these arguments."""
         launch, (x, y, z) = self.compiled.run, (*grid, 1, 1)[:3]
         stream_of, hooks = driver.active.get_current_stream, triton.knobs.runtime
-        fixed = (self.compiled.function, self.compiled.packed_metadata, None, None, None, *arguments, *self.constants)
+        fixed = (*self.handles, *arguments, *self.constants)
 
         def call() -> None:
             if hooks.launch_enter_hook.calls:
@@ -204,5 +205,4 @@ class _Compiled:
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
-        handles = (compiled.function, compiled.packed_metadata, None, None, None)
-        compiled.run(x, y, z, stream, *handles, *arguments, *self.constants)
+        compiled.run(x, y, z, stream, *self.handles, *arguments, *self.constants)
