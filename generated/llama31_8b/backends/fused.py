@@ -913,8 +913,7 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in ((129, 512),)):
-        # cuBLAS is faster by more than it costs to read y again
+    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
         y = torch.nn.functional.linear(x, weight)
         if batch.adapters:
             expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -2650,8 +2649,7 @@ def tiles_gate_up_proj(
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in ((257, 512),)):
-        # cuBLAS is faster by more than it costs to read y again
+    if any(least <= rows <= most for least, most in LIBRARY["gate_up_proj"]):
         y = torch.nn.functional.linear(x, weight)
         if batch.adapters:
             expand = TILE_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -3518,8 +3516,7 @@ def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in ((129, 256),)):
-        # cuBLAS is faster by more than it costs to read y again
+    if any(least <= rows <= most for least, most in LIBRARY["down_proj"]):
         y = torch.nn.functional.linear(x, weight)
         if batch.adapters:
             expand = TILE_EXPAND_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -3603,6 +3600,12 @@ def linear_down_proj(
     return y
 
 
+# rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again
+LIBRARY = {
+    "qkv_proj": ((129, 512),),
+    "gate_up_proj": ((257, 512),),
+    "down_proj": ((129, 256),),
+}
 LINEAR = {
     "qkv_proj": linear_qkv_proj,
     "o_proj": linear_o_proj,
