@@ -15,6 +15,7 @@ FAR = 3.0  # times the best prediction, beyond which a configuration is not trie
 MOST = 2000  # configurations a site is searched among
 APART = 2  # steps between the tiles of two configurations the search starts from
 STARTS = 5
+LEAST_STARTS = 2  # of the model's, whatever number of seeds there are
 CLEARLY = 0.995  # of the best's time: less is a new best, more may be noise
 WITHIN_REACH = 1.15  # of the library's time: tiles of our own are climbed from as far as this
 
@@ -108,14 +109,15 @@ class Search:
         return found
 
     def _first(self) -> list[Launch]:
-        """The seeds, then the best predictions that lie apart from one another."""
-        chosen: list[Launch] = []
+        """The seeds that are not hopeless, then the best predictions that lie apart from them and from one another."""
+        found = [launch for launch in self.seeds if launch in self._settings]
+        count = len(found) + max(LEAST_STARTS, STARTS - len(found))
         for launch in self._ranked:
-            if all(distance(dict(launch.tile), dict(other.tile)) >= APART for other in chosen):
-                chosen.append(launch)
-            if len(chosen) == STARTS:
+            if all(distance(dict(launch.tile), dict(other.tile)) >= APART for other in found):
+                found.append(launch)
+            if len(found) == count:
                 break
-        return list(dict.fromkeys([*self.seeds, *chosen]))
+        return [*filter(in_library, self.seeds), *found]
 
     def _neighbours(self) -> list[Launch]:
         """Untried configurations one step from the best, then two, likeliest first."""

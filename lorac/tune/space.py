@@ -48,24 +48,26 @@ def options(kernel: Kernel, module: ModulePlan, rows: int, rank: int) -> dict[st
 
     A block may be smaller than its dimension, and divides it where the shape has a block of 64 that does: masks cost.
     Two are no choice: rows of a kernel for few of them, which one block holds, and a block declared beyond any extent.
-    What cuts no stated dimension has the values that are declared.
+    What cuts no stated dimension has the values that are declared. A kernel with the base, which takes long to compile
+    and to time, keeps within a doubling of those.
     """
     widths = tuple(part.width for part in module.slices)
     columns = len(module.slices) * block_of(rank)
     extents = {"rows": (rows,), "rank": (rank,), "columns": (columns,), "in": (module.in_features,), "out": widths}
     found = {}
     for name in sorted({name for tile in kernel.tiles for name in tile.sizes}):
-        least = min(tile.sizes[name] for tile in kernel.tiles if name in tile.sizes)
+        values = sorted({tile.sizes[name] for tile in kernel.tiles if name in tile.sizes})
+        least, most = values[0], values[-1]
         if name in kernel.dims:
             dim = kernel.dims[name]
             if least > LARGEST[dim] or (dim == "rows" and kernel.max_rows):
                 found[name] = (block_of(max(extents[dim])),)
                 continue
-            found[name] = _blocks(max(extents[dim]), LARGEST[dim], extents[dim] if dim in ("in", "out") else ())
+            blocks = _blocks(max(extents[dim]), LARGEST[dim], extents[dim] if dim in ("in", "out") else ())
+            found[name] = tuple(of for of in blocks if least <= 2 * of and of <= 2 * most) if kernel.base else blocks
         elif name == "SPLIT_K":
             found[name] = SPLITS
         else:
-            values = sorted({tile.sizes[name] for tile in kernel.tiles if name in tile.sizes})
             found[name] = tuple(value for value in values if name != ROWS_BLOCK or value < 2 * rows) or (values[0],)
     return found
 
@@ -76,6 +78,8 @@ def candidates(kernel: Kernel, module: ModulePlan, site: Site, dtype: str, targe
     tiles = [tile for tile in kernel.tiles if not tile.library]
     early = sorted({tile.pdl for tile in tiles})
     depths = sorted({*STAGES, *(tile.stages for tile in tiles)})
+    if kernel.base:
+        depths = [depth for depth in depths if depth >= min(tile.stages for tile in tiles) - 1]
     groups = [warps for warps in WARPS if warps >= WARP_GROUP or not kernel.tiled]
     found: list[Launch] = []
     for values in product(*sizes.values()):

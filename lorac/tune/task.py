@@ -109,10 +109,8 @@ class Task:
         module = plan.module(site.module)
         backend = next(backend for backend in plan.backends if backend.name == site.backend)
         counts = (1, plan.slots) if site.adapters == ANY_ADAPTERS else (site.adapters,)
-        batches = [
-            live_segments(backend.segments, site.rows, count) if segmented(kernel) else (1, site.rows)
-            for count in counts
-        ]
+        by_count = [live_segments(backend.segments, site.rows, count) for count in counts]
+        batches = by_count if segmented(kernel) else [(1, site.rows)]
         model = Model(kernel, module, site, batches, plan.dtype, gpu.machine)
         legal = candidates(kernel, module, site, plan.dtype, (gpu.target,))
         predicted = {launch: model.predict(launch) for launch in legal}
