@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     gpu = Gpu(device.name, f"sm_{device.major}{device.minor}", machine)
     processes = max(1, (os.cpu_count() or 2) - 1)
     tools = Tools(
-        measurer=lambda folder, rows: Measurer(load(folder), rows),
-        compiler=lambda folder, rows, target: Compiler(folder, rows, target, processes),
+        measurer=lambda folder, task: Measurer(load(folder), task.rows, task.batches),
+        compiler=lambda folder, task: Compiler(folder, task.rows, gpu.target, processes),
     )
     show = bar()
     outcome = tune(

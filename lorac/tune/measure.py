@@ -10,18 +10,18 @@ import torch
 from lorac.bench.timing import capture, interleaved
 from lorac.bench.workload import TOLERANCE, Workload
 from lorac.errors import BuildError
-from lorac.plan.kernels import ANY_ADAPTERS, UNLIMITED
+from lorac.plan.kernels import UNLIMITED
 from lorac.plan.model import Launch as Planned
 from lorac.runtime.launch import Kernel, Launch
 from lorac.runtime.package import backend_module
 from lorac.runtime.step import Step
+from lorac.tune.batches import Batch
 from lorac.tune.launches import runtime_launch
 from lorac.tune.search import Result
 from lorac.tune.space import BARE, Site, in_library
 from lorac.verify.check import poison
 
 Chosen = dict[Site, Planned]  # what the sites of one call launch
-Batch = tuple[int, int]  # adapters, their rank
 _BITS_ROWS = 256  # rows whose bits are compared: a tile sums all of them alike
 
 
@@ -35,26 +35,33 @@ class Timed:
 
 
 class Measurer:
-    """Times configurations at a site beside the best so far, over batches that count alike: of all adapters and of one,
-    and of none where the kernel has the base, whose rows must then come out in the same bits with and without."""
+    """Times configurations at a site beside the best so far, over batches that count alike.
 
-    def __init__(self, package: ModuleType, rows: Callable[[Site, Planned], list[tuple]], device: str = "cuda"):
-        """`rows` gives what a configuration is launched as, one per bound on the adapters."""
-        self.rows, self.workload = rows, Workload(package, device)
-        self.adapters = sorted({1, package.LAYOUT.slots})
+    Where the kernel has the base, one of those is without adapters, and base rows must have the same bits in all.
+    """
+
+    def __init__(
+        self,
+        package: ModuleType,
+        rows: Callable[[Site, Planned], list[tuple]],
+        batches: Callable[[Site], list[Batch]],
+        device: str = "cuda",
+    ):
+        """`rows` gives what a configuration is launched as at a site, `batches` those whose times are the site's."""
+        self.rows, self.batches, self.workload = rows, batches, Workload(package, device)
         self._kernels: dict[str, dict[str, Kernel]] = {}
         self._launches: dict[tuple[Kernel, tuple], Launch] = {}
 
     def measure(self, site: Site, chosen: Chosen, tried: list[Planned]) -> list[Result]:
         """Results of `tried` at a site. `chosen` has the best so far of every site of that call, this one's too."""
-        best, *others = self._timed(site, self._batches(site), [chosen, *(chosen | {site: launch} for launch in tried)])
+        best, *others = self._timed(site, self.batches(site), [chosen, *(chosen | {site: launch} for launch in tried)])
         if best.problem:
             raise BuildError(f"{site.backend}.{site.kernel} at {site.rows} rows is wrong as declared: {best.problem}")
         return [Result(of.us, best.us, of.problem, of.bits, best.bits) for of in others]
 
     def compare(self, declared: Chosen, chosen: Chosen) -> dict[Batch, tuple[float, float]]:
         """µs of a whole call as declared and as chosen, by batch; empty where one of them computes something wrong."""
-        batches = sorted({batch for site in chosen for batch in self._batches(site)}, key=lambda batch: batch[::-1])
+        batches = sorted({batch for site in chosen for batch in self.batches(site)}, key=lambda batch: batch[::-1])
         times: dict[Batch, tuple[float, float]] = {}
         for _, group in groupby(batches, key=lambda batch: batch[1]):  # all slots have the rank that was asked for last
             of_rank = list(group)
@@ -63,12 +70,6 @@ class Measurer:
                 return {}
             times |= dict(zip(of_rank, zip(before.us, after.us, strict=True), strict=True))
         return times
-
-    def _batches(self, site: Site) -> list[Batch]:
-        """What a site's time is the sum of."""
-        wanted = self.adapters if site.adapters == ANY_ADAPTERS else [site.adapters]
-        counts = sorted({min(count, site.rows) for count in wanted})
-        return [(0, site.rank)] * self._has_base(site) + [(count, site.rank) for count in counts]
 
     def _timed(self, site: Site, batches: list[Batch], calls: list[Chosen]) -> list[Timed]:
         """Every call over every batch, their graphs replayed in turns."""

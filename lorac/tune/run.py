@@ -27,7 +27,6 @@ _NO_GAIN = "no faster than what is declared, measured once more"
 
 
 Compared = dict[tuple[int, int], tuple[float, float]]  # (adapters, rank) -> µs of a call as declared, and as chosen
-Rows = Callable[[Site, Launch], list[tuple]]  # what a configuration is launched as, one per bound on the adapters
 
 
 class Measures(Protocol):
@@ -54,10 +53,10 @@ class Compiles(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """What a search works with, made from the folder of the package that is measured and what its kernels launch."""
+    """What a search works with, made from the folder of the package that is measured and what is searched."""
 
-    measurer: Callable[[Path, Rows], Measures]
-    compiler: Callable[[Path, Rows, str], Compiles]
+    measurer: Callable[[Path, Task], Measures]
+    compiler: Callable[[Path, Task], Compiles]
 
 
 @dataclass(frozen=True)
@@ -99,16 +98,16 @@ def tune(
                 task.searches[site].note(launch, result)
         ended, compared = "the budget is spent", {}
         if clock() - begun < budget:
-            compiler = tools.compiler(package, task.rows, gpu.target)
+            compiler = tools.compiler(package, task)
             try:
-                hunt = _Hunt(task, compiler, tools.measurer(package, task.rows), journal, begun, budget, show, clock)
+                hunt = _Hunt(task, compiler, tools.measurer(package, task), journal, begun, budget, show, clock)
                 ended = hunt.search()
                 compared = hunt.confirm()
             finally:
                 compiler.close()
         journal.close()
     chosen = task.chosen(list(task.searches))
-    table.write_text(table_text(file.spec.name, gpu.name, gpu.target, chosen, kept), encoding="utf-8")
+    table.write_text(table_text(file.spec.name, gpu.name, gpu.target, chosen, kept, task.capped), encoding="utf-8")
     return Outcome(table, task.searches, compared, ended)
 
 

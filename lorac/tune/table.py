@@ -31,8 +31,12 @@ def kept_rows(path: Path, searched: set[str]) -> Rows:
     return {backend: stages for backend, stages in tiles.items() if backend not in searched}
 
 
-def table_text(name: str, gpu: str, target: str, chosen: dict[Site, Launch], kept: Rows) -> str:
-    """The file. The largest size tuned serves all larger ones too; sizes chosen alike share a line."""
+def table_text(
+    name: str, gpu: str, target: str, chosen: dict[Site, Launch], kept: Rows, capped: set[tuple[str, str]]
+) -> str:
+    """The file. The largest size tuned serves all larger ones too, but for the `capped` stages of backends; sizes
+    chosen alike share a line.
+    """
     lines = [
         f"# Launch configurations of {name}, measured on one {gpu} by `lorac tune`. A tile serves batches of up",
         "# to `rows` rows and adapters of up to `rank`; the first that does is taken, the backend's own last.",
@@ -42,7 +46,7 @@ def table_text(name: str, gpu: str, target: str, chosen: dict[Site, Launch], kep
         f"spec: {name}",
         "tiles:",
     ]
-    rows = kept | _chosen_rows(chosen)
+    rows = kept | _chosen_rows(chosen, capped)
     for backend in sorted(rows):
         lines.append(f"  {backend}:")
         for stage, tiles in sorted(rows[backend].items()):
@@ -53,12 +57,13 @@ def table_text(name: str, gpu: str, target: str, chosen: dict[Site, Launch], kep
     return "\n".join(lines) + "\n"
 
 
-def _chosen_rows(chosen: dict[Site, Launch]) -> Rows:
+def _chosen_rows(chosen: dict[Site, Launch], capped: set[tuple[str, str]]) -> Rows:
     rows: Rows = {}
     chosen = _bare_at_every_size(chosen)
     for group in _groups(chosen):
         into = rows.setdefault(group[0].backend, {}).setdefault(group[0].stage, [])
-        into += [_row(site, chosen[site], site == group[-1]) for site in _merged(group, chosen)]
+        largest = None if (group[0].backend, group[0].stage) in capped else group[-1]
+        into += [_row(site, chosen[site], site == largest) for site in _merged(group, chosen)]
     return rows
 
 

@@ -12,6 +12,7 @@ from lorac.render.package import launch_row, render
 from lorac.spec.backend import Declaration, Kernel, Tile
 from lorac.spec.folders import BackendFolder
 from lorac.spec.load import SpecFile
+from lorac.tune.batches import Batch, Reached, reached
 from lorac.tune.model import Machine, Model, live_segments, segmented
 from lorac.tune.search import Search
 from lorac.tune.space import BARE, Site, candidates, declared, declared_anywhere, declared_bare, in_library, library
@@ -38,6 +39,7 @@ class Task:
         plan = make_plan(self.spec, file.shapes, self.declarations, {})
         _known(backends, plan)
         self.searches: dict[Site, Search] = {}
+        self._reached: dict[Site, Reached] = {}
         forced: Tuned = {}
         rendered: dict[str, set[str]] = {}
         for site, kernel, kernel_plan in self._sites(plan, backends, rows or _sizes(plan)):
@@ -64,9 +66,24 @@ class Task:
         bare = replace(launch, rank=0, adapters=BARE)
         if site.adapters == BARE:
             return [launch_row(kernel, bare)]
-        bounds = [site.adapters] if site.adapters != ANY_ADAPTERS else _bounds(kernel, site.rank)
-        launches = [bare] * kernel.base + [replace(launch, adapters=bound) for bound in bounds]
-        return [launch_row(kernel, of) for of in launches]
+        launches = [replace(launch, adapters=bound) for bound in self._reached[site].bounds]
+        return [launch_row(kernel, of) for of in (*[bare] * kernel.base, *launches)]
+
+    def batches(self, site: Site) -> list[Batch]:
+        """The batches whose times are a site's time."""
+        if site.adapters == BARE:
+            return [(0, site.rank)]
+        return self._reached[site].batches
+
+    @property
+    def capped(self) -> set[tuple[str, str]]:
+        """(backend, stage) of kernels that hold all rows of a batch in one block: a tile serves its own size alone."""
+        return {
+            (backend, stage)
+            for backend, declaration in self.declarations.items()
+            for stage, kernel in declaration.kernels.items()
+            if kernel.max_rows
+        }
 
     def runs(self, site: Site) -> bool:
         """Whether its kernel is launched, as far as the best of the others decides: some are by the library's side."""
@@ -101,8 +118,9 @@ class Task:
                 for kernel in _launchable(backend.kernels, size) if not backends or backend.name in backends else ():
                     declaration = self.declarations[backend.name].kernels[kernel.stage]
                     if plan.module(kernel.module).kind in KINDS:
-                        for rank, adapters in _classes(kernel, declaration, size):
+                        for (rank, adapters), found in reached(plan, kernel, size).items():
                             site = Site(backend.name, kernel.stage, kernel.module, rank, adapters, size)
+                            self._reached[site] = found
                             yield site, declaration, kernel
 
     def _search(self, site: Site, kernel: Kernel, kernel_plan: KernelPlan, plan: Plan, gpu: Gpu) -> Search:
@@ -134,25 +152,6 @@ def _launchable(kernels: tuple[KernelPlan, ...], rows: int) -> list[KernelPlan]:
 def _may_leave(declaration: Declaration, stage: str) -> bool:
     """Whether a stage can leave its base to the library: another then has the rest."""
     return any(kernel.in_library and kernel.beside == stage for kernel in declaration.kernels.values())
-
-
-def _classes(plan: KernelPlan, kernel: Kernel, rows: int) -> Iterator[tuple[int, int]]:
-    """(rank, adapters) of a kernel's own tiles that a batch of `rows` rows can reach.
-
-    A kernel with the base has one tile for all of them, which is measured at the full rank.
-    """
-    ranks = sorted({launch.rank for launch in plan.launches if launch.rank})
-    for rank in ranks[-1:] if kernel.base else ranks:
-        below = 0
-        for bound in [ANY_ADAPTERS] if kernel.base else _bounds(plan, rank):
-            if bound == ANY_ADAPTERS or min(bound, rows) > below:
-                yield rank, bound
-            below = bound
-
-
-def _bounds(plan: KernelPlan, rank: int) -> list[int]:
-    """The numbers of adapters a kernel is specialised for at a rank, ascending."""
-    return sorted({launch.adapters for launch in plan.launches if launch.rank == rank})
 
 
 def _demanding(search: Search, kernel: Kernel) -> list[Tile]:

@@ -83,7 +83,7 @@ class Clock:
 
 def search(spec, measurer, compiler=None, budget=1e9, resume=False, rows=(1, 8, 64)):
     """lorac tune with a fake GPU."""
-    tools = Tools(lambda folder, rows: measurer, lambda folder, rows, target: compiler or Compiler())
+    tools = Tools(lambda *_: measurer, lambda *_: compiler or Compiler())
     return tune(
         spec, GPU, tools, backends=None, rows=list(rows), budget=budget, resume=resume, show=print, clock=Clock()
     )  # fmt: skip

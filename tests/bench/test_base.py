@@ -46,7 +46,7 @@ class Measurer:
         return (batch == 0) == (site.adapters == BARE) if parted else True
 
     def _us(self, site, of):
-        batches = range(3) if site.stage in ("project", "tile_project") else range(1, 3)
+        batches = range(3) if site.stage in ("project", "tile_project") else range(1, 3)  # the first: no adapter
         return tuple(sum(self.time(other, launch, batch) for other, launch in of.items()) for batch in batches)
 
 
