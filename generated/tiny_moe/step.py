@@ -83,12 +83,17 @@ def _count(slots_at, starts_at, requests, SLOTS: tl.constexpr, STEP: tl.constexp
     return count
 
 
+@triton.jit
+def _union(a, b):
+    return a | b
+
+
 @triton.jit(do_not_specialize=["map_stride", "rows_room", "requests_room", "segments_room"])
 def route(
     packed, maps, map_stride, rows_room, requests_room, segments_room,
     BY_REQUEST: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Derive row_slot, order, segments and active slots from the packed requests; neutralise what lies past the batch.
+    """Derive row_slot, order, spans, segments and active slots from the packed requests; neutralise what lies past the batch.
 
     One program: BLOCK rows of one map; the first of a map also writes its segments. SLOTS is the slot count rounded up.
     """
@@ -100,7 +105,8 @@ def route(
     starts_at = slots_at + requests_room
     row_slot = maps + index * map_stride
     order = row_slot + rows_room
-    seg_slot = order + rows_room
+    spans = order + rows_room
+    seg_slot = spans + ((rows_room + BLOCK - 1) // BLOCK + 15) // 16 * 16
     seg_start = seg_slot + segments_room
     seg_end = seg_start + segments_room
     active = seg_end + segments_room
@@ -136,6 +142,9 @@ def route(
             position = before + row - start
     slot = tl.where(row < rows, slot, -1)
     tl.store(row_slot + row, slot, mask=inside)
+    # bits of the spans of B's columns that hold a row's slot, from its first column to its last
+    bits = (2 << ((slot * 16 + 15) // 64)) - (1 << (slot * 16 // 64))
+    tl.store(spans + tl.program_id(0), tl.reduce(tl.where(slot >= 0, bits, 0), 0, _union))
 
     count = _count(slots_at, starts_at, requests, SLOTS, STEP)
     if BY_REQUEST:

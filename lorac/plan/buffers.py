@@ -54,7 +54,7 @@ def metadata_buffer(rows: int, requests: int, segments: int, slots: int) -> Buff
 
 
 def scratch_bytes(
-    launched: Iterable[tuple[KernelPlan, Launch]], modules: dict[str, ModulePlan], rows: int, slots: int
+    launched: Iterable[tuple[KernelPlan, Launch]], modules: dict[str, ModulePlan], rows: int, slots: int, max_rank: int
 ) -> dict[str, int]:
     """Bytes of each scratch buffer at up to `rows` rows, by name: the largest that any of the launches asks for."""
     sizes: dict[str, int] = {}
@@ -68,6 +68,7 @@ def scratch_bytes(
             "active": block_of(max(1, launch.adapters), 1),
             "out": module.out_features,
             "slots": slots,
+            "max_rank": max_rank,
             **dict(launch.tile),
         }
         if module.experts:

@@ -184,7 +184,7 @@ def _buffers(spec: Spec, planned, backends: list[BackendPlan], decode: DecodePla
     by_name = {module.name: module for module in planned}
     for index, backend in enumerate(backends):
         every = ((kernel, launch) for kernel in backend.kernels for launch in kernel.launches)
-        sizes = buffers.scratch_bytes(every, by_name, rows, slots)
+        sizes = buffers.scratch_bytes(every, by_name, rows, slots, spec.adapters.max_rank)
         backends[index] = replace(backend, scratch=tuple(sorted(sizes.items())))
     return (
         *buffers.slot_buffers(planned, slots, spec.adapters.max_rank, spec.dtype),

@@ -37,7 +37,7 @@ def planned_graphs(plan: Plan) -> tuple[GraphPlan, ...]:
                 for name in reversed(bucket.variants):
                     served = _served(plan, backend, phase, bucket, variants[name])
                     count = sum(modules[kernel.module].instances for kernel, _ in served)
-                    scratch = scratch_bytes(served, modules, bucket.size, plan.slots)
+                    scratch = scratch_bytes(served, modules, bucket.size, plan.slots, plan.max_rank)
                     graph = GraphPlan(
                         backend=backend.name,
                         phase=phase,

@@ -45,11 +45,12 @@ def plan_kernels(
         for stage, kernel in declaration.kernels.items():
             if module.kind not in kernel.kinds or (kernel.modules and module.name not in kernel.modules):
                 continue
-            if kernel.tiled and (
-                module.in_features * ITEMSIZE[dtype] % TILE_ALIGN or not TMA_TARGETS.issuperset(targets)
-            ):
+            served = {plan.stage: plan for plan in plans if plan.module == module.name}
+            if kernel.unless in served or (kernel.beside and kernel.beside not in served):
                 continue
-            if kernel.beside and (kernel.beside, module.name) not in {(plan.stage, plan.module) for plan in plans}:
+            if kernel.in_library and not served[kernel.beside].library:
+                continue
+            if kernel.tiled and not _readable_in_tiles(kernel, module, dtype, slots * max_rank, targets):
                 continue
             leaders = {plan.stage: plan.launches for plan in plans}
             tiles = (*tuned.get(stage, ()), *((tile, "default") for tile in kernel.tiles))
@@ -72,7 +73,7 @@ def plan_kernels(
                     constants=tuple(name for name in kernel.constants if name not in left_out),
                     masks=_masks(kernel, module, launches),
                     splits=splits,
-                    above=kernel.above,
+                    stands_in=kernel.stands_in,
                     max_rows=kernel.max_rows or UNBOUNDED,
                     library=_library(kernel, tiles, module, max_rank),
                     in_library=kernel.in_library,
@@ -99,19 +100,25 @@ def _scratch(name: str, declared: Scratch, split: bool, dtype: str) -> ScratchPl
 def launched(kernels: tuple[KernelPlan, ...], rows: int, adapters: bool = True) -> list[KernelPlan]:
     """Of a backend's kernels, those that layers of `rows` rows with adapters (or without) launch, base included.
 
-    Where a module has kernels for so many rows alone, they stand in for its others; one with the base does not where it
-    leaves that to the library.
+    Kernels that stand in for a module's others do so up to the rows they serve; one with the base does not where it leaves
+    that to the library.
     """
     left = {of.module for of in kernels if any(part.least <= rows <= part.most for part in of.library)}
     found = [
         of
         for of in kernels
-        if of.above < rows <= (of.max_rows or rows)
+        if rows <= (of.max_rows or rows)
         and (adapters or of.base)
         and not (of.base if of.module in left else of.in_library)
     ]
-    bounded = {of.module for of in found if of.above or of.max_rows}
-    return [of for of in found if of.above or of.max_rows or of.module not in bounded]
+    replaced = {of.module for of in found if of.stands_in}
+    return [of for of in found if of.stands_in or of.module not in replaced]
+
+
+def _readable_in_tiles(kernel: Kernel, module: ModulePlan, dtype: str, columns: int, targets: tuple[str, ...]) -> bool:
+    """Whether every target copies whole tiles, rows of x, W, h and B start aligned, and B has not too many columns."""
+    aligned = not any(extent * ITEMSIZE[dtype] % TILE_ALIGN for extent in (module.in_features, columns))
+    return aligned and TMA_TARGETS.issuperset(targets) and columns <= (kernel.max_columns or columns)
 
 
 def _element(argument: str, dtype: str) -> str:
@@ -175,7 +182,7 @@ def _classes(kernel: Kernel, tiles, more: set[int]) -> list[int]:
 def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int) -> tuple[LibraryPlan, ...]:
     """The rows of the classes whose tile says so, neighbours joined."""
     parts: list[LibraryPlan] = []
-    least = kernel.above + 1
+    least = 1
     for most in _classes(kernel, tiles, set()):
         most = most or UNLIMITED
         tile, source = _serving(tiles, most % UNLIMITED, max_rank, ANY_ADAPTERS, module)

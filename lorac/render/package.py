@@ -11,6 +11,7 @@ from lorac.plan.kernels import block_of
 from lorac.plan.model import BackendPlan, KernelPlan, Launch, ModulePlan, Plan
 from lorac.render.environment import environment, render_template
 from lorac.render.names import attributes_read, check_names
+from lorac.runtime.room import SPAN, UNIT
 from lorac.spec.backend import declaration_path
 from lorac.spec.source import place, read_source
 
@@ -98,7 +99,7 @@ def _check_parameters(env, template: str, backend: BackendPlan, folder: Path) ->
 
 def _package(plan: Plan) -> dict:
     names = ("name", "family", "dtype", "slots", "max_rank", "layers", "hidden", "vocab", "tied", "tp", "ep")
-    return {name: getattr(plan, name) for name in names}
+    return {name: getattr(plan, name) for name in names} | {"unit": UNIT, "span": SPAN}
 
 
 def _module(module: ModulePlan) -> dict:

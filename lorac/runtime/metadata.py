@@ -24,6 +24,7 @@ class RowMap(NamedTuple):
 
     row_slot: torch.Tensor  # [rows] slot per row, -1 for base rows and padding
     order: torch.Tensor  # [rows] rows sorted by slot, base rows left out
+    spans: torch.Tensor  # [rows / UNIT] as bits, the spans of B's columns that UNIT rows need; of up to 32 spans
     seg_slot: torch.Tensor  # [segments] slot per segment, -1 unused
     seg_start: torch.Tensor  # [segments] first position in `order`
     seg_end: torch.Tensor  # [segments] one past the last position
@@ -33,9 +34,10 @@ class RowMap(NamedTuple):
 class Metadata:
     """Room for `rows` rows, `requests` requests and `segments` segments, on one device."""
 
-    def __init__(self, rows: int, requests: int, segments: int, slots: int, device: torch.device):
+    def __init__(self, rows: int, requests: int, segments: int, slots: int, max_rank: int, device: torch.device):
         rows, segments = round_up(rows), round_up(segments)
         self.rows, self.requests, self.segments, self.slots = rows, requests, segments, slots
+        self.max_rank = max_rank
         self.device = device
         sizes = map_sizes(rows, segments, slots)
         self.tensors = torch.full((MAPS, sum(sizes)), -1, dtype=torch.int32, device=device)

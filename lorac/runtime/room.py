@@ -5,6 +5,8 @@ Standard library only.
 
 HEADER = 4  # requests, rows, chunk, unused: per map
 MAPS = 2  # of the rows of the forward, and of those whose logits are computed
+UNIT = 64  # rows that one entry of a map's spans describes
+SPAN = 64  # columns of B, those of all slots side by side, that one of its bits stands for
 
 
 def round_up(count: int) -> int:
@@ -13,8 +15,8 @@ def round_up(count: int) -> int:
 
 
 def map_sizes(rows: int, segments: int, slots: int) -> tuple[int, ...]:
-    """Of one map: the slot and the order of every row, slot, start and end of every segment, the active slots."""
-    return (*[round_up(rows)] * 2, *[round_up(segments)] * 3, round_up(slots))
+    """Of one map: slot and order of every row, the spans, slot, start and end of every segment, the active slots."""
+    return (*[round_up(rows)] * 2, round_up(-(-rows // UNIT)), *[round_up(segments)] * 3, round_up(slots))
 
 
 def table_size(requests: int) -> int:

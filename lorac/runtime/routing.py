@@ -9,15 +9,13 @@ import torch
 
 from lorac.runtime.launch import Kernel, cdiv
 from lorac.runtime.metadata import Metadata
-from lorac.runtime.room import MAPS
-
-ROUTE_ROWS = 64  # rows of one program of `route`
+from lorac.runtime.room import MAPS, SPAN, UNIT
 
 
 def launcher(route: Kernel, metadata: Metadata, by_request: bool) -> Callable[[], None]:
     """One launch over every row the metadata has room for, so that whatever lies past the batch is neutralised."""
     maps = metadata.tensors
-    grid = (cdiv(metadata.rows, ROUTE_ROWS), MAPS)
+    grid = (cdiv(metadata.rows, UNIT), MAPS)
     return route.bind(
         route.launches[int(by_request)],
         grid,
@@ -48,10 +46,19 @@ def on_host(metadata: Metadata, batches: list[tuple[list[int], list[int], int, i
             segments = _chunks(by_slot, chunk)
         _fill(row_map.row_slot, row_slot)
         _fill(row_map.order, order)
+        units = range(0, metadata.rows, UNIT)
+        _fill(row_map.spans, [_spans(row_slot[at : at + UNIT], metadata.max_rank) for at in units])
         _fill(row_map.seg_slot, [slot for slot, _, _ in segments])
         _fill(row_map.seg_start, [start for _, start, _ in segments], 0)
         _fill(row_map.seg_end, [end for _, _, end in segments], 0)
         _fill(row_map.active, [slot for slot, members in by_slot.items() if members])
+
+
+def _spans(slots: list[int], rank: int) -> int:
+    """The spans that hold columns of those slots, as the bits of an int32."""
+    columns = {slot * rank + column for slot in set(slots) - {-1} for column in range(rank)}
+    bits = sum({1 << (column // SPAN) for column in columns}) % 2**32
+    return bits - 2**32 if bits >= 2**31 else bits
 
 
 def _chunks(by_slot: dict[int, list[int]], chunk: int) -> list[tuple[int, int, int]]:

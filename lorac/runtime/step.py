@@ -341,4 +341,4 @@ class Step:
 
     def _metadata(self, rows: int, requests: int) -> Metadata:
         entries = segment_slots(self.segments, rows, self.layout.slots, requests)
-        return Metadata(rows, requests, entries, self.layout.slots, self.device)
+        return Metadata(rows, requests, entries, self.layout.slots, self.layout.max_rank, self.device)

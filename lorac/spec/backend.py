@@ -50,7 +50,7 @@ class Tile(_Declared):
 
 
 class Scratch(_Declared):
-    """A scratch buffer, a product of: rows, slices, columns (slices x rank), active, out, slots, block sizes."""
+    """A scratch buffer, a product of: rows, slices, columns (slices x rank), active, out, slots, max_rank, block sizes."""
 
     dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")
     shape: tuple[Identifier, ...] = Field(min_length=1, description="dimensions, by name")
@@ -75,7 +75,13 @@ class Kernel(_Declared):
     in_library: StrictBool = Field(
         False, description="serves what a stage it stands beside leaves to the library alone"
     )
-    above: StrictInt = Field(0, ge=0, description="serves batches of more rows than this alone")
+    unless: Identifier | None = Field(None, description="serves the modules alone that this earlier stage does not")
+    stands_in: StrictBool = Field(
+        False, description="where it serves, a module's kernels that do not stand in are not launched"
+    )
+    max_columns: StrictInt | None = Field(
+        None, ge=1, description="serves packages of up to so many columns of B alone, slots times max_rank"
+    )
     base: StrictBool = Field(
         False, description="computes the base as well, so that it is launched without adapters too"
     )

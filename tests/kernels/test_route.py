@@ -13,7 +13,7 @@ from lorac.runtime.errors import PackageError
 from lorac.runtime.metadata import UNCUT, Metadata
 from lorac.runtime.segments import chunk_cap
 
-SLOTS = 5
+SLOTS, RANK = 5, 48  # a slot's columns begin and end within spans of 64
 ROOM = 100  # rows: more than one program of `route`
 
 
@@ -21,7 +21,7 @@ ROOM = 100  # rows: more than one program of `route`
 def tables(build):
     """The step tables of a package with five slots."""
     (kind,) = [kind for kind in kit.kinds() if kind.name == "torch"]
-    return build(kit.spec_of(kind, "float32", ranks=(4,) * SLOTS)).step
+    return build(kit.spec_of(kind, "float32", ranks=(RANK,) * SLOTS)).step
 
 
 @st.composite
@@ -33,6 +33,11 @@ def batches(draw):
     slots = [draw(st.integers(-1, SLOTS - 1)) for _ in counts]
     starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
     return array("i", slots), array("i", starts), starts[-1], draw(st.sampled_from([UNCUT, 1, 3, 16, 64]))
+
+
+def _reaches(slots: list[int], span: int) -> bool:
+    """Whether a column of one of the slots lies within the span."""
+    return any(column // 64 == span for slot in slots if slot >= 0 for column in range(slot * RANK, slot * RANK + RANK))
 
 
 def described(batch, by_request: bool) -> dict[str, list[int]]:
@@ -54,6 +59,10 @@ def described(batch, by_request: bool) -> dict[str, list[int]]:
         "seg_start": [start for _, start, _ in segments],
         "seg_end": [end for _, _, end in segments],
         "active": sorted(set(row_slot) - {-1}),
+        "spans": [
+            sum(1 << span for span in range(SLOTS * RANK // 64 + 1) if _reaches(row_slot[at : at + 64], span))
+            for at in range(0, ROOM, 64)
+        ],
     }
 
 
@@ -69,11 +78,11 @@ def check(row_map, batch, by_request: bool):
 def test_routes_agree(tables, larger, first, second, by_request):
     # exactly the room the rules give; with every request a segment, as many as there are requests
     room = max(max(chunk_cap(b[2], SLOTS, b[3]) if b[2] else 0, len(b[0])) for b in (larger, first, second)) or 1
-    by_kernel, by_host = (Metadata(ROOM, 16, room, SLOTS, torch.device("cpu")) for _ in range(2))
+    by_kernel, by_host = (Metadata(ROOM, 16, room, SLOTS, RANK, torch.device("cpu")) for _ in range(2))
     # the tails must be neutral after another batch, and after garbage
     for row_map in by_kernel.maps:
         for name in described(first, by_request):
-            getattr(row_map, name)[: SLOTS if name == "active" else None].fill_(77)
+            getattr(row_map, name)[: {"active": SLOTS, "spans": 2}.get(name)].fill_(77)
     for maps in ([larger, larger], [first, second], [second]):
         by_kernel.write(maps)
         routing.launcher(tables.ROUTE, by_kernel, by_request)()

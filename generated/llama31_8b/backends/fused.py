@@ -13,65 +13,6 @@ from lorac.runtime.ticket import Batch, Scratch
 
 
 @triton.jit
-def _b_tile(b, active, n, wanted_n, first, ACTIVE: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr):
-    """B of CHUNK columns (entry of `active`, r) from `first`, [n, CHUNK]; with an entry for every slot, no look-up."""
-    SLOTS: tl.constexpr = 8
-    R: tl.constexpr = 64
-    c = first + tl.arange(0, CHUNK)
-    entry = c // BLOCK_R
-    r = c % BLOCK_R
-    if ACTIVE >= SLOTS:
-        slot = entry
-        wanted = (entry < SLOTS) & (r < R)
-    else:
-        # the columns of an adapter share its slot: said so, their loads are wide
-        slot = tl.max_constancy(tl.load(active + entry), [BLOCK_R])
-        wanted = (slot >= 0) & (r < R)
-    b_at = b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :]
-    if wanted_n is None:
-        return tl.load(b_at, mask=wanted[None, :], other=0.0)
-    else:
-        return tl.load(b_at, mask=wanted[None, :] & wanted_n[:, None], other=0.0)
-
-
-@triton.jit
-def _not_before(value):
-    """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=2)
-
-
-NO_SLOT = tl.constexpr(2**20)  # more than there are, and times R within an int32
-
-
-@triton.jit
-def _next_slot(own, slot):
-    """The least slot above `slot` that one of the rows has, else NO_SLOT."""
-    return tl.min(tl.where(own > slot, own, NO_SLOT), 0)
-
-
-@triton.jit
-def _b_of(b, slot, n, wanted_n, first, R: tl.constexpr, PIECE: tl.constexpr):
-    """PIECE columns of B of one slot from `first`, [n, PIECE]; of NO_SLOT zeros."""
-    SLOTS: tl.constexpr = 8
-    r = first + tl.arange(0, PIECE)
-    wanted = ((slot + r * 0 < NO_SLOT) & (r < R))[None, :] & (n >= 0)[:, None]
-    if wanted_n is not None:
-        wanted = wanted & wanted_n[:, None]
-    return tl.load(b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :], mask=wanted, other=0.0)
-
-
-@triton.jit
-def _h_tile(h_row, own, active, first, ACTIVE: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr):
-    """h of CHUNK columns (entry of `active`, r) from `first`, [rows, CHUNK], zero where a row is another's."""
-    c = first + tl.arange(0, CHUNK)
-    slot = c // BLOCK_R
-    if ACTIVE < 8:
-        slot = tl.load(active + slot)
-    mine = (own[:, None] == slot[None, :]) & (own >= 0)[:, None]
-    return tl.load(h_row + (c % BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def _tile_of(number, tiles_m, TILES: tl.constexpr):
     """(row tile, tile of outputs): eight row tiles side by side, so that a wave of programs shares both in L2."""
     GROUP: tl.constexpr = 8
@@ -81,222 +22,101 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
-# qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
+COLUMNS = tl.constexpr(512)  # of h and B: those of all slots, side by side
+SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
+UNIT = tl.constexpr(64)  # rows that one entry of `spans` describes
+MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a batch needs is read
 
 
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def shrink_qkv_proj(
-    x, x_stride, a, rank, scale, row_slot, active, h, parts, ticks, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for qkv_proj.
-
-    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
-    rows still fill it.
-    """
-    K: tl.constexpr = 4096
-    SLICES: tl.constexpr = 3
-    SLOTS: tl.constexpr = 8
+@triton.jit
+def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Zeros in UNIT rows of h, but for each row's own columns."""
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0) // SPLIT_K
-    share = tl.program_id(0) % SPLIT_K
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    own_slot = tl.load(row_slot + row, mask=live, other=-1)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = column // (ACTIVE * BLOCK_R) % SLICES
-    entry = column // BLOCK_R % ACTIVE
-    r = column % BLOCK_R
-    if ACTIVE >= SLOTS:
-        # an entry for every slot: which of them have rows is seen without a look-up
-        slot = entry
-        own = own_slot[None, :] == slot[:, None]
-        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
+    BLOCKS: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
+    row = unit * UNIT + tl.arange(0, UNIT)
+    own = tl.load(row_slot + row, mask=row < rows, other=-1)
+    for block in range(SLICES * BLOCKS):
+        part = block // BLOCKS
+        c = (block - part * BLOCKS) * SPAN + tl.arange(0, SPAN)
+        free = ((c // R)[None, :] != own[:, None]) | (c % R >= BLOCK_R)[None, :]
+        free = free & (row < rows)[:, None] & (c < COLUMNS)[None, :]
+        h_at = h + (part * rows + row[:, None]).to(tl.int64) * COLUMNS + c[None, :]
+        tl.store(h_at, tl.zeros((UNIT, SPAN), h.dtype.element_ty), mask=free)
+
+
+@triton.jit
+def _groups(spans, first_row, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The spans that a tile of rows needs, as bits; where a step takes several spans, one bit for them all."""
+    UNITS: tl.constexpr = (BLOCK_M + UNIT - 1) // UNIT
+    bits = tl.load(spans + first_row // UNIT, mask=first_row < rows, other=0)
+    for unit in tl.static_range(1, UNITS):
+        bits |= tl.load(spans + first_row // UNIT + unit, mask=first_row + unit * UNIT < rows, other=0)
+    bits = bits.to(tl.uint32, bitcast=True)
+    if BLOCK_K > SPAN:
+        bits = (bits | bits >> 1) & 0x55555555
+    if BLOCK_K > 2 * SPAN:
+        bits = (bits | bits >> 2) & 0x11111111
+    return bits
+
+
+@triton.jit
+def _count(bits):
+    """How many bits are set."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _most(spans, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The most steps over h that any tile of rows needs."""
+    most = 0
+    for first in range(0, rows, BLOCK_M * 128):
+        bits = _groups(spans, first + tl.arange(0, 128) * BLOCK_M, rows, BLOCK_M, BLOCK_K)
+        most = tl.maximum(most, tl.max(_count(bits), 0))
+    return most
+
+
+@triton.jit
+def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Steps over h where each may be needed: of all columns, or those of ACTIVE adapters where none shares a step."""
+    R: tl.constexpr = 64
+    ALL: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
+    LISTED: tl.constexpr = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
+    APART: tl.constexpr = ACTIVE <= 1 or R % BLOCK_K == 0
+    return LISTED if APART and LISTED < ALL else ALL
+
+
+@triton.jit
+def _column(step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
+    if SPARSE:
+        rest = left & (left - 1)
+        lowest = tl.maximum(left ^ rest, 1)
+        column = tl.where(left == 0, COLUMNS, tl.log2(lowest.to(tl.float32)).to(tl.int32) * SPAN)
+        left = rest
+    elif _steps(ACTIVE, RANK, BLOCK_K) * BLOCK_K < COLUMNS:
+        R: tl.constexpr = 64
+        EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
+        slot = tl.load(active + step // EACH)
+        column = tl.where(slot < 0, COLUMNS, slot * R + step % EACH * BLOCK_K)
     else:
-        slot = tl.load(active + entry)
-        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
-        wanted = (slot >= 0) & (column < COLUMNS)
-    wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
-    if PDL:
-        # x is the previous kernel's; once it is there, the projection may start on its base
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-    k = tl.arange(0, BLOCK_K)
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if tl.max(wanted.to(tl.int32), axis=0) > 0:
-        SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-        for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
-            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-            acc = tl.dot(a_tile, x_tile, acc)
-
-    at = row[None, :] * COLUMNS + column[:, None]
-    inside_h = (column < COLUMNS)[:, None]
-    if SPLIT_K == 1:
-        tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
-    else:
-        # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        plane = BLOCK_M * COLUMNS
-        tl.store(parts + share * plane + at, acc, mask=inside_h)
-        tl.debug_barrier()
-        if tl.atomic_add(ticks + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in tl.static_range(SPLIT_K):
-                total += tl.load(parts + other * plane + at, mask=inside_h, other=0.0, cache_modifier=".cg")
-            tl.store(h + at, tl.where(own, total * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
-            tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
+        column = step * BLOCK_K
+    return column, left
 
 
-SHRINK_QKV_PROJ = Kernel(
-    shrink_qkv_proj,
-    {
-        "x": "*bf16",
-        "x_stride": "i32",
-        "a": "*bf16",
-        "rank": "*i32",
-        "scale": "*fp32",
-        "row_slot": "*i32",
-        "active": "*i32",
-        "h": "*bf16",
-        "parts": "*fp32",
-        "ticks": "*i32",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
-        (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
-        (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
-        (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
-    ),
-)
-
-
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def project_qkv_proj(
-    x, x_stride, weight, b, active, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj.
-
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
-    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
-    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
-    summed before the wait.
-    """
-    K: tl.constexpr = 4096
-    N: tl.constexpr = 6144
-    SLICES: tl.constexpr = 3
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-    # k_proj
-    FIRST_1: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
-    if tile >= FIRST_1:
-        part = 1
-        tile_in_slice = tile - FIRST_1
-        start = 4096
-    # v_proj
-    FIRST_2: tl.constexpr = FIRST_1 + (1024 + BLOCK_N - 1) // BLOCK_N
-    if tile >= FIRST_2:
-        part = 2
-        tile_in_slice = tile - FIRST_2
-        start = 5120
-
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    k = tl.arange(0, BLOCK_K)
-    w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    if WIDTH > 0 and WIDTH == CHUNK:
-        # all of B's columns at once: on their way while the base is summed
-        b_early = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and WIDTH == 0:
-        tl.extra.cuda.gdc_wait()
-    for first in range(0, K, BLOCK_K):
-        w_tile = tl.load(w_at + first)
-        x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc)
-
-    if PDL and WIDTH > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
-        if WIDTH == CHUNK:
-            h_tile = tl.load(h_at, cache_modifier=".cg")
-            if PDL:
-                b_early = _not_before(b_early)
-            acc = tl.dot(b_early, h_tile, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = tl.load(h_at + first, cache_modifier=".cg")
-                acc = tl.dot(b_tile, h_tile, acc)
-    elif PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :])
-
-
-PROJECT_QKV_PROJ = Kernel(
-    project_qkv_proj,
-    {
-        "x": "*bf16",
-        "x_stride": "i32",
-        "weight": "*bf16",
-        "b": "*bf16",
-        "active": "*i32",
-        "h": "*bf16",
-        "y": "*bf16",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 6, True, 0, 32, 16, 64, 128, 128, 1),
-        (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 6, True, 1, 32, 64, 64, 128, 128, 1),
-        (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 6, True, 8, 32, 64, 64, 128, 128, 1),
-    ),
-)
+# qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
 
 
 @triton.jit
 def _tile_project_qkv_proj_tile(
-    number, x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+    number, x, weight, h, b, active, spans, most, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
-    K: tl.constexpr = 4096
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 6144
-    SLICES: tl.constexpr = 3
-    R: tl.constexpr = 64
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = (
         (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
     )
@@ -317,103 +137,83 @@ def _tile_project_qkv_proj_tile(
         tile_in_slice = tile - FIRST_2
         start = 5120
 
+    first_row = tile_m * BLOCK_M
+    first_n = start + tile_in_slice * BLOCK_N
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(STEPS + most):
+        k = step * BLOCK_K
+        from_row = first_row
+        row_tiles = x
+        column_tiles = weight
+        if ACTIVE > 0:
+            # the same sum goes on over the columns of h and B, and so in the same pipeline
+            if step >= STEPS:
+                if LATE:
+                    tl.extra.cuda.gdc_wait()
+                    if EARLY:
+                        tl.extra.cuda.gdc_launch_dependents()
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                from_row = part * rows + first_row
+                row_tiles = h
+                column_tiles = b
+        row_tile = row_tiles.load([from_row, k])
+        column_tile = column_tiles.load([first_n, k])
+        if WIDE:
+            acc = tl.dot(column_tile, row_tile.T, acc)
+        else:
+            acc = tl.dot(row_tile, column_tile.T, acc)
+
+    row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    if WIDTH > 0:
-        own = tl.load(row_slot + row, mask=row < rows, other=-1)
-        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-        if CHUNK == 0:
-            slot = _next_slot(own, -1)
-        if LATE:
-            # on its way while the base is summed
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x_tile = x.load([tile_m * BLOCK_M, k])
-        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc)
-
-    if ONE:
-        tl.extra.cuda.gdc_launch_dependents()
-    if LATE:
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        if not LATE:
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None])
+    if WIDE:
+        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
+        mask = (row < rows)[None, :]
+    else:
+        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+        mask = (row < rows)[:, None]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_qkv_proj(
-    x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+    x, weight, h, b, active, spans, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for qkv_proj.
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj; with ACTIVE 0 no LoRA.
 
-    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
-    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
-    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
-    before the wait.
+    The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
+    operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
+    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch after
+    may begin with the steps over h, not at the end.
     """
-    if LOOP:
-        # programs take the next tile when they are done with one, and so do not overlap with the launches around
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    # h comes from the launch before, which has itself waited for x
+    LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
+    if PDL and not LATE:
+        tl.extra.cuda.gdc_wait()
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    if LOOP or DYNAMIC:
         TILES: tl.constexpr = (
             (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
         )
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
-        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
-                BLOCK_K, BLOCK_C, False,
+                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+                BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
     else:
-        if PDL and ACTIVE == 0:
-            tl.extra.cuda.gdc_wait()
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
-            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+            BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
+    if LATE and DYNAMIC:
+        tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
+    if PDL and not (LATE and EARLY):
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 TILE_PROJECT_QKV_PROJ = Kernel(
@@ -421,61 +221,66 @@ TILE_PROJECT_QKV_PROJ = Kernel(
     {
         "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
-        "b": "*bf16",
+        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
-        "row_slot": "*i32",
-        "h": "*bf16",
+        "spans": "*i32",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 128, 0, 1),
-        (128, 0, 0, 4, 4, True, 0, 128, 16, 64, 128, 64, 0, 1),
-        (1024, 0, 0, 4, 4, True, 0, 128, 16, 128, 64, 0, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 1, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 128, 0, 1),
-        (128, 64, 1, 4, 4, True, 1, 128, 64, 64, 128, 64, 0, 1),
-        (1024, 64, 1, 4, 4, True, 1, 128, 64, 128, 64, 0, 0, 1),
-        (0, 64, 1, 8, 3, True, 1, 128, 64, 256, 64, 0, 1, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 128, 0, 1),
-        (128, 64, 8, 4, 4, True, 8, 128, 64, 64, 128, 64, 0, 1),
-        (1024, 64, 8, 4, 4, True, 8, 128, 64, 128, 64, 0, 0, 1),
-        (0, 64, 8, 8, 3, True, 8, 128, 64, 256, 64, 0, 1, 1),
+        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 0, 0, 4, 6, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 0, 0, 4, 4, True, 0, 0, 0, 1, 128, 64, 128, 0, 0, 1),
+        (256, 0, 0, 4, 4, True, 0, 0, 0, 0, 128, 128, 64, 0, 0, 1),
+        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 64, 1, 4, 6, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 64, 1, 4, 4, True, 1, 64, 0, 1, 128, 64, 128, 0, 0, 1),
+        (256, 64, 1, 4, 4, True, 1, 64, 0, 0, 128, 128, 64, 0, 0, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 64, 8, 4, 6, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 64, 8, 4, 4, True, 8, 64, 0, 1, 128, 64, 128, 0, 0, 1),
+        (256, 64, 8, 4, 4, True, 8, 64, 0, 0, 128, 128, 64, 0, 0, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
 def tile_shrink_qkv_proj(
-    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
+    blocks, rows,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for qkv_proj.
+    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
+    slot's, for qkv_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. Base rows of h are not
-    written: who reads h leaves them out.
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
+    write the zeros, each those of UNIT rows, base rows among them.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    WIDTH: tl.constexpr = SLICES * BLOCK_R
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    segment = tl.program_id(0) // blocks
-    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
-    end = tl.load(seg_end + segment)
-    slot = tl.load(seg_slot + segment).to(tl.int64)
-    if PDL:
-        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if (slot < 0) | (first_row >= end):
-        return
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
+    tile = tl.program_id(0) // SPLIT_K
+    segment = tile // TILES // blocks
+    first_row = tl.load(seg_start + segment, mask=unit < 0, other=0) + tile // TILES % blocks * BLOCK_M
+    end = tl.load(seg_end + segment, mask=unit < 0, other=0)
+    slot = tl.maximum(tl.load(seg_slot + segment, mask=unit < 0, other=0), 0).to(tl.int64)  # -1 where there are no rows
 
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_h = column < COLUMNS
+    column = tile % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < WIDTH
     part = column // BLOCK_R
     r = column % BLOCK_R
     wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
@@ -486,29 +291,47 @@ def tile_shrink_qkv_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    share = tl.program_id(2)
+    share = tl.program_id(0) % SPLIT_K
     SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+    x_at += share * SHARE
+    a_at += share * SHARE
+    k += share * SHARE
+    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
+    if ONE_STEP:
+        # on its way while the kernel before ends: adapters do not depend on it
+        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if unit >= 0:
+        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        return
+    if first_row >= end:
+        return
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        if not ONE_STEP:
+            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc)
 
-    at = row[:, None] * COLUMNS + column[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
     mask = live[:, None] & inside_h[None, :]
     if SPLIT_K > 1:
         # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        plane = rows.to(tl.int64) * COLUMNS
+        plane = rows.to(tl.int64) * WIDTH
         tl.store(parts + share * plane + at, acc, mask=mask)
         tl.debug_barrier()
-        tick = ticks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(tick, 1, sem="acq_rel") != SPLIT_K - 1:
+        if tl.atomic_add(ticks + tile, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for other in range(SPLIT_K):
+        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):  # in flight together
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.atomic_xchg(tick, 0, sem="relaxed")
-    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+        tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
 
 
 TILE_SHRINK_QKV_PROJ = Kernel(
@@ -523,6 +346,7 @@ TILE_SHRINK_QKV_PROJ = Kernel(
         "seg_slot": "*i32",
         "seg_start": "*i32",
         "seg_end": "*i32",
+        "row_slot": "*i32",
         "h": "*bf16",
         "parts": "*fp32",
         "ticks": "*i32",
@@ -532,31 +356,26 @@ TILE_SHRINK_QKV_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
-        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
-        (0, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
+        (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
+        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 8, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
+        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_expand_qkv_proj(
-    b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    h, b, active, spans, row_slot, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] += sum_r h[row, r] * B[slot of the row, n, r] where the library had the base, for qkv_proj.
+    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for qkv_proj.
 
-    One program: one tile, whose last sum is that of `tile_project_qkv_proj`. Base rows of y are not written.
+    One program: one tile, with the last steps of `tile_project_qkv_proj`. Base rows of y are not written.
     """
     N: tl.constexpr = 6144
-    SLICES: tl.constexpr = 3
-    R: tl.constexpr = 64
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = PDL > 0
+    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
     TILES: tl.constexpr = (
         (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
     )
@@ -577,72 +396,44 @@ def tile_expand_qkv_proj(
         tile_in_slice = tile - FIRST_2
         start = 5120
 
+    first_row = tile_m * BLOCK_M
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = first_row + tl.arange(0, BLOCK_M)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-    if CHUNK == 0:
-        slot = _next_slot(own, -1)
-        if PIECE == BLOCK_R:
-            b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-    if AT_ONCE:
-        b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    adapted = (own >= 0)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None]
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
+    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    if WIDTH > 0:
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc)
+    for step in range(steps):
+        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
+        h_tile = h.load([part * rows + first_row, column])
+        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
 
 
 TILE_EXPAND_QKV_PROJ = Kernel(
     tile_expand_qkv_proj,
     {
-        "b": "*bf16",
+        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
+        "spans": "*i32",
         "row_slot": "*i32",
-        "h": "*bf16",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_C", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, 1, 4, 2, True, 1, 128, 64, 64, 64, 1),
-        (0, 64, 1, 4, 2, True, 1, 64, 64, 64, 0, 1),
-        (256, 64, 8, 4, 2, True, 8, 128, 64, 64, 64, 1),
-        (0, 64, 8, 4, 2, True, 8, 64, 64, 64, 0, 1),
+        (256, 64, 1, 4, 2, True, 1, 64, 0, 128, 64, 64, 1),
+        (0, 64, 1, 8, 2, True, 1, 64, 1, 128, 128, 64, 1),
+        (256, 64, 8, 4, 2, True, 8, 64, 0, 128, 64, 64, 1),
+        (0, 64, 8, 8, 2, True, 8, 64, 1, 128, 128, 64, 1),
     ),
 )
 
@@ -879,25 +670,25 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     )
 
 
-def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """As `linear_qkv_proj`, for many rows: weights are read in tiles that several rows share, by the library at some
-    sizes.
-    """
+def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    """x [rows, 4096] @ weight.T + LoRA of x, [rows, 6144]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    b = b.view(6144, 512)
+    rows, index = x.shape[0], batch.map
+    h = x  # not read without adapters
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
-        tiles = cdiv(columns, shrink.BLOCK_N)
+        tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
+        h = scratch("h", 3 * rows * b.shape[1], x.dtype)
+        h = h[: 3 * rows * b.shape[1]].view(-1, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
-        ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
+        ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
         TILE_SHRINK_QKV_PROJ.run(
             shrink,
-            (segments * blocks, tiles, shrink.SPLIT_K),
+            (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
             x_stride=x.stride(0) // 16,
             a=a,
@@ -907,6 +698,7 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
             seg_slot=index.seg_slot,
             seg_start=index.seg_start,
             seg_end=index.seg_end,
+            row_slot=index.row_slot,
             h=h,
             parts=parts,
             ticks=ticks,
@@ -921,10 +713,11 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
             TILE_EXPAND_QKV_PROJ.run(
                 expand,
                 (tiles * cdiv(rows, expand.BLOCK_M),),
+                h=h,
                 b=b,
                 active=index.active,
+                spans=index.spans,
                 row_slot=index.row_slot,
-                h=h,
                 y=y,
                 rows=rows,
             )
@@ -938,57 +731,10 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
         (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        h=h,
         b=b,
         active=index.active,
-        row_slot=index.row_slot,
-        h=h,
-        y=y,
-        rows=rows,
-    )
-    return y
-
-
-def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """x [rows, 4096] @ weight.T + LoRA of x, [rows, 6144]: one GEMM whose epilogue expands."""
-    rows = x.shape[0]
-    if rows > 32:
-        return tiles_qkv_proj(x, weight, slot, batch, scratch)
-    a, b, rank, scale = slot
-    index = batch.map
-    launch = PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 3 * launch.BLOCK_R, x.dtype)
-    if batch.adapters:
-        shrink = SHRINK_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(shrink.ACTIVE * 3 * shrink.BLOCK_R, shrink.BLOCK_N)
-        columns = shrink.ACTIVE * 3 * shrink.BLOCK_R
-        parts = scratch("parts", shrink.SPLIT_K * shrink.BLOCK_M * columns, torch.float32)
-        ticks = scratch("ticks", tiles, torch.int32, zero=True)
-        SHRINK_QKV_PROJ.run(
-            shrink,
-            (tiles * shrink.SPLIT_K,),
-            x=x,
-            x_stride=x.stride(0) // 16,
-            a=a,
-            rank=rank,
-            scale=scale,
-            row_slot=index.row_slot,
-            active=index.active,
-            h=h,
-            parts=parts,
-            ticks=ticks,
-            rows=rows,
-        )
-    y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
-    tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
-    PROJECT_QKV_PROJ.run(
-        launch,
-        (tiles,),
-        x=x,
-        x_stride=x.stride(0) // 16,
-        weight=weight,
-        b=b,
-        active=index.active,
-        h=h,
+        spans=index.spans,
         y=y,
         rows=rows,
     )
@@ -998,308 +744,96 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
 # o_proj: 4096 -> o_proj 4096
 
 
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def shrink_o_proj(
-    x, x_stride, a, rank, scale, row_slot, active, h, parts, ticks, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for o_proj.
-
-    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
-    rows still fill it.
-    """
-    K: tl.constexpr = 4096
-    SLICES: tl.constexpr = 1
-    SLOTS: tl.constexpr = 8
-    R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0) // SPLIT_K
-    share = tl.program_id(0) % SPLIT_K
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    own_slot = tl.load(row_slot + row, mask=live, other=-1)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = column // (ACTIVE * BLOCK_R) % SLICES
-    entry = column // BLOCK_R % ACTIVE
-    r = column % BLOCK_R
-    if ACTIVE >= SLOTS:
-        # an entry for every slot: which of them have rows is seen without a look-up
-        slot = entry
-        own = own_slot[None, :] == slot[:, None]
-        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
-    else:
-        slot = tl.load(active + entry)
-        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
-        wanted = (slot >= 0) & (column < COLUMNS)
-    wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
-    if PDL:
-        # x is the previous kernel's; once it is there, the projection may start on its base
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-    k = tl.arange(0, BLOCK_K)
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if tl.max(wanted.to(tl.int32), axis=0) > 0:
-        SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-        for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
-            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-            acc = tl.dot(a_tile, x_tile, acc)
-
-    at = row[None, :] * COLUMNS + column[:, None]
-    inside_h = (column < COLUMNS)[:, None]
-    if SPLIT_K == 1:
-        tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
-    else:
-        # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        plane = BLOCK_M * COLUMNS
-        tl.store(parts + share * plane + at, acc, mask=inside_h)
-        tl.debug_barrier()
-        if tl.atomic_add(ticks + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in tl.static_range(SPLIT_K):
-                total += tl.load(parts + other * plane + at, mask=inside_h, other=0.0, cache_modifier=".cg")
-            tl.store(h + at, tl.where(own, total * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
-            tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-
-
-SHRINK_O_PROJ = Kernel(
-    shrink_o_proj,
-    {
-        "x": "*bf16",
-        "x_stride": "i32",
-        "a": "*bf16",
-        "rank": "*i32",
-        "scale": "*fp32",
-        "row_slot": "*i32",
-        "active": "*i32",
-        "h": "*bf16",
-        "parts": "*fp32",
-        "ticks": "*i32",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
-        (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
-        (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
-        (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
-    ),
-)
-
-
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def project_o_proj(
-    x, x_stride, weight, b, active, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj.
-
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
-    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
-    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
-    summed before the wait.
-    """
-    K: tl.constexpr = 4096
-    N: tl.constexpr = 4096
-    SLICES: tl.constexpr = 1
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    k = tl.arange(0, BLOCK_K)
-    w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    if WIDTH > 0 and WIDTH == CHUNK:
-        # all of B's columns at once: on their way while the base is summed
-        b_early = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and WIDTH == 0:
-        tl.extra.cuda.gdc_wait()
-    for first in range(0, K, BLOCK_K):
-        w_tile = tl.load(w_at + first)
-        x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc)
-
-    if PDL and WIDTH > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
-        if WIDTH == CHUNK:
-            h_tile = tl.load(h_at, cache_modifier=".cg")
-            if PDL:
-                b_early = _not_before(b_early)
-            acc = tl.dot(b_early, h_tile, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = tl.load(h_at + first, cache_modifier=".cg")
-                acc = tl.dot(b_tile, h_tile, acc)
-    elif PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :])
-
-
-PROJECT_O_PROJ = Kernel(
-    project_o_proj,
-    {
-        "x": "*bf16",
-        "x_stride": "i32",
-        "weight": "*bf16",
-        "b": "*bf16",
-        "active": "*i32",
-        "h": "*bf16",
-        "y": "*bf16",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 6, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 6, True, 0, 32, 16, 64, 128, 128, 1),
-        (16, 64, 1, 4, 6, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 6, True, 1, 32, 64, 64, 128, 128, 1),
-        (16, 64, 8, 4, 6, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 6, True, 8, 32, 64, 64, 128, 128, 1),
-    ),
-)
-
-
 @triton.jit
 def _tile_project_o_proj_tile(
-    number, x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+    number, x, weight, h, b, active, spans, most, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
-    K: tl.constexpr = 4096
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 4096
-    SLICES: tl.constexpr = 1
-    R: tl.constexpr = 64
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
     tile_in_slice = tile
     start = 0
 
+    first_row = tile_m * BLOCK_M
+    first_n = start + tile_in_slice * BLOCK_N
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(STEPS + most):
+        k = step * BLOCK_K
+        from_row = first_row
+        row_tiles = x
+        column_tiles = weight
+        if ACTIVE > 0:
+            # the same sum goes on over the columns of h and B, and so in the same pipeline
+            if step >= STEPS:
+                if LATE:
+                    tl.extra.cuda.gdc_wait()
+                    if EARLY:
+                        tl.extra.cuda.gdc_launch_dependents()
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                from_row = part * rows + first_row
+                row_tiles = h
+                column_tiles = b
+        row_tile = row_tiles.load([from_row, k])
+        column_tile = column_tiles.load([first_n, k])
+        if WIDE:
+            acc = tl.dot(column_tile, row_tile.T, acc)
+        else:
+            acc = tl.dot(row_tile, column_tile.T, acc)
+
+    row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    if WIDTH > 0:
-        own = tl.load(row_slot + row, mask=row < rows, other=-1)
-        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-        if CHUNK == 0:
-            slot = _next_slot(own, -1)
-        if LATE:
-            # on its way while the base is summed
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x_tile = x.load([tile_m * BLOCK_M, k])
-        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc)
-
-    if ONE:
-        tl.extra.cuda.gdc_launch_dependents()
-    if LATE:
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        if not LATE:
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None])
+    if WIDE:
+        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
+        mask = (row < rows)[None, :]
+    else:
+        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+        mask = (row < rows)[:, None]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_o_proj(
-    x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+    x, weight, h, b, active, spans, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for o_proj.
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj; with ACTIVE 0 no LoRA.
 
-    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
-    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
-    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
-    before the wait.
+    The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
+    operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
+    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch after
+    may begin with the steps over h, not at the end.
     """
-    if LOOP:
-        # programs take the next tile when they are done with one, and so do not overlap with the launches around
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    # h comes from the launch before, which has itself waited for x
+    LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
+    if PDL and not LATE:
+        tl.extra.cuda.gdc_wait()
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    if LOOP or DYNAMIC:
         TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
-        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
-                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
-                BLOCK_K, BLOCK_C, False,
+                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+                BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
     else:
-        if PDL and ACTIVE == 0:
-            tl.extra.cuda.gdc_wait()
         _tile_project_o_proj_tile(
-            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
-            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+            BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
+    if LATE and DYNAMIC:
+        tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
+    if PDL and not (LATE and EARLY):
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 TILE_PROJECT_O_PROJ = Kernel(
@@ -1307,67 +841,66 @@ TILE_PROJECT_O_PROJ = Kernel(
     {
         "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
-        "b": "*bf16",
+        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
-        "row_slot": "*i32",
-        "h": "*bf16",
+        "spans": "*i32",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 0, 0, 4, 6, True, 0, 64, 16, 32, 128, 128, 0, 1),
-        (128, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 64, 0, 1),
-        (256, 0, 0, 4, 6, True, 0, 128, 16, 64, 64, 64, 0, 1),
-        (512, 0, 0, 8, 4, True, 0, 128, 16, 128, 64, 0, 0, 1),
-        (1024, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 1, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 64, 32, 128, 128, 0, 1),
-        (128, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 64, 0, 1),
-        (256, 64, 1, 4, 6, True, 1, 128, 64, 64, 64, 64, 0, 1),
-        (512, 64, 1, 8, 4, True, 1, 128, 64, 128, 64, 0, 0, 1),
-        (1024, 64, 1, 8, 3, True, 1, 128, 64, 256, 64, 0, 0, 1),
-        (0, 64, 1, 8, 3, True, 1, 128, 64, 256, 64, 0, 1, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 64, 32, 128, 128, 0, 1),
-        (128, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 64, 0, 1),
-        (256, 64, 8, 4, 6, True, 8, 128, 64, 64, 64, 64, 0, 1),
-        (512, 64, 8, 8, 4, True, 8, 128, 64, 128, 64, 0, 0, 1),
-        (1024, 64, 8, 8, 3, True, 8, 128, 64, 256, 64, 0, 0, 1),
-        (0, 64, 8, 8, 3, True, 8, 128, 64, 256, 64, 0, 1, 1),
+        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1),
+        (256, 0, 0, 4, 6, True, 0, 0, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1),
+        (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1),
+        (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
 def tile_shrink_o_proj(
-    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
+    blocks, rows,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for o_proj.
+    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
+    slot's, for o_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. Base rows of h are not
-    written: who reads h leaves them out.
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
+    write the zeros, each those of UNIT rows, base rows among them.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    WIDTH: tl.constexpr = SLICES * BLOCK_R
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    segment = tl.program_id(0) // blocks
-    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
-    end = tl.load(seg_end + segment)
-    slot = tl.load(seg_slot + segment).to(tl.int64)
-    if PDL:
-        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if (slot < 0) | (first_row >= end):
-        return
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
+    tile = tl.program_id(0) // SPLIT_K
+    segment = tile // TILES // blocks
+    first_row = tl.load(seg_start + segment, mask=unit < 0, other=0) + tile // TILES % blocks * BLOCK_M
+    end = tl.load(seg_end + segment, mask=unit < 0, other=0)
+    slot = tl.maximum(tl.load(seg_slot + segment, mask=unit < 0, other=0), 0).to(tl.int64)  # -1 where there are no rows
 
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_h = column < COLUMNS
+    column = tile % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < WIDTH
     part = column // BLOCK_R
     r = column % BLOCK_R
     wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
@@ -1378,29 +911,47 @@ def tile_shrink_o_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    share = tl.program_id(2)
+    share = tl.program_id(0) % SPLIT_K
     SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+    x_at += share * SHARE
+    a_at += share * SHARE
+    k += share * SHARE
+    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
+    if ONE_STEP:
+        # on its way while the kernel before ends: adapters do not depend on it
+        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if unit >= 0:
+        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        return
+    if first_row >= end:
+        return
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        if not ONE_STEP:
+            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc)
 
-    at = row[:, None] * COLUMNS + column[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
     mask = live[:, None] & inside_h[None, :]
     if SPLIT_K > 1:
         # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        plane = rows.to(tl.int64) * COLUMNS
+        plane = rows.to(tl.int64) * WIDTH
         tl.store(parts + share * plane + at, acc, mask=mask)
         tl.debug_barrier()
-        tick = ticks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(tick, 1, sem="acq_rel") != SPLIT_K - 1:
+        if tl.atomic_add(ticks + tile, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for other in range(SPLIT_K):
+        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):  # in flight together
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.atomic_xchg(tick, 0, sem="relaxed")
-    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+        tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
 
 
 TILE_SHRINK_O_PROJ = Kernel(
@@ -1415,6 +966,7 @@ TILE_SHRINK_O_PROJ = Kernel(
         "seg_slot": "*i32",
         "seg_start": "*i32",
         "seg_end": "*i32",
+        "row_slot": "*i32",
         "h": "*bf16",
         "parts": "*fp32",
         "ticks": "*i32",
@@ -1424,103 +976,70 @@ TILE_SHRINK_O_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
-        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
-        (0, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
+        (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
+        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 8, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
+        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_expand_o_proj(
-    b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    h, b, active, spans, row_slot, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] += sum_r h[row, r] * B[slot of the row, n, r] where the library had the base, for o_proj.
+    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for o_proj.
 
-    One program: one tile, whose last sum is that of `tile_project_o_proj`. Base rows of y are not written.
+    One program: one tile, with the last steps of `tile_project_o_proj`. Base rows of y are not written.
     """
     N: tl.constexpr = 4096
-    SLICES: tl.constexpr = 1
-    R: tl.constexpr = 64
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = PDL > 0
+    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
     tile_in_slice = tile
     start = 0
 
+    first_row = tile_m * BLOCK_M
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = first_row + tl.arange(0, BLOCK_M)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-    if CHUNK == 0:
-        slot = _next_slot(own, -1)
-        if PIECE == BLOCK_R:
-            b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-    if AT_ONCE:
-        b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    adapted = (own >= 0)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None]
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
+    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    if WIDTH > 0:
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc)
+    for step in range(steps):
+        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
+        h_tile = h.load([part * rows + first_row, column])
+        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
 
 
 TILE_EXPAND_O_PROJ = Kernel(
     tile_expand_o_proj,
     {
-        "b": "*bf16",
+        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
+        "spans": "*i32",
         "row_slot": "*i32",
-        "h": "*bf16",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_C", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, 1, 4, 2, True, 1, 128, 64, 64, 64, 1),
-        (0, 64, 1, 4, 2, True, 1, 64, 64, 64, 0, 1),
-        (256, 64, 8, 4, 2, True, 8, 128, 64, 64, 64, 1),
-        (0, 64, 8, 4, 2, True, 8, 64, 64, 64, 0, 1),
+        (256, 64, 1, 4, 2, True, 1, 64, 0, 128, 64, 64, 1),
+        (0, 64, 1, 8, 2, True, 1, 64, 1, 128, 128, 64, 1),
+        (256, 64, 8, 4, 2, True, 8, 64, 0, 128, 64, 64, 1),
+        (0, 64, 8, 8, 2, True, 8, 64, 1, 128, 128, 64, 1),
     ),
 )
 
@@ -1745,23 +1264,25 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
     )
 
 
-def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """As `linear_o_proj`, for many rows: weights are read in tiles that several rows share."""
+def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    """x [rows, 4096] @ weight.T + LoRA of x, [rows, 4096]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    b = b.view(4096, 512)
+    rows, index = x.shape[0], batch.map
+    h = x  # not read without adapters
     if batch.adapters:
         shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
-        tiles = cdiv(columns, shrink.BLOCK_N)
+        tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
+        h = scratch("h", 1 * rows * b.shape[1], x.dtype)
+        h = h[: 1 * rows * b.shape[1]].view(-1, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
-        ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
+        ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
         TILE_SHRINK_O_PROJ.run(
             shrink,
-            (segments * blocks, tiles, shrink.SPLIT_K),
+            (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
             x_stride=x.stride(0) // 16,
             a=a,
@@ -1771,12 +1292,30 @@ def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batc
             seg_slot=index.seg_slot,
             seg_start=index.seg_start,
             seg_end=index.seg_end,
+            row_slot=index.row_slot,
             h=h,
             parts=parts,
             ticks=ticks,
             blocks=blocks,
             rows=rows,
         )
+    if any(least <= rows <= most for least, most in LIBRARY["o_proj"]):
+        y = torch.nn.functional.linear(x, weight)
+        if batch.adapters:
+            expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
+            tiles = cdiv(4096, expand.BLOCK_N)
+            TILE_EXPAND_O_PROJ.run(
+                expand,
+                (tiles * cdiv(rows, expand.BLOCK_M),),
+                h=h,
+                b=b,
+                active=index.active,
+                spans=index.spans,
+                row_slot=index.row_slot,
+                y=y,
+                rows=rows,
+            )
+        return y
     launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
     y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
@@ -1786,57 +1325,10 @@ def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batc
         (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        h=h,
         b=b,
         active=index.active,
-        row_slot=index.row_slot,
-        h=h,
-        y=y,
-        rows=rows,
-    )
-    return y
-
-
-def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """x [rows, 4096] @ weight.T + LoRA of x, [rows, 4096]: one GEMM whose epilogue expands."""
-    rows = x.shape[0]
-    if rows > 32:
-        return tiles_o_proj(x, weight, slot, batch, scratch)
-    a, b, rank, scale = slot
-    index = batch.map
-    launch = PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 1 * launch.BLOCK_R, x.dtype)
-    if batch.adapters:
-        shrink = SHRINK_O_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(shrink.ACTIVE * 1 * shrink.BLOCK_R, shrink.BLOCK_N)
-        columns = shrink.ACTIVE * 1 * shrink.BLOCK_R
-        parts = scratch("parts", shrink.SPLIT_K * shrink.BLOCK_M * columns, torch.float32)
-        ticks = scratch("ticks", tiles, torch.int32, zero=True)
-        SHRINK_O_PROJ.run(
-            shrink,
-            (tiles * shrink.SPLIT_K,),
-            x=x,
-            x_stride=x.stride(0) // 16,
-            a=a,
-            rank=rank,
-            scale=scale,
-            row_slot=index.row_slot,
-            active=index.active,
-            h=h,
-            parts=parts,
-            ticks=ticks,
-            rows=rows,
-        )
-    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
-    tiles = cdiv(4096, launch.BLOCK_N)
-    PROJECT_O_PROJ.run(
-        launch,
-        (tiles,),
-        x=x,
-        x_stride=x.stride(0) // 16,
-        weight=weight,
-        b=b,
-        active=index.active,
-        h=h,
+        spans=index.spans,
         y=y,
         rows=rows,
     )
@@ -1846,214 +1338,15 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
 # gate_up_proj: 4096 -> gate_proj 14336 | up_proj 14336
 
 
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def shrink_gate_up_proj(
-    x, x_stride, a, rank, scale, row_slot, active, h, parts, ticks, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for
-    gate_up_proj.
-
-    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
-    rows still fill it.
-    """
-    K: tl.constexpr = 4096
-    SLICES: tl.constexpr = 2
-    SLOTS: tl.constexpr = 8
-    R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0) // SPLIT_K
-    share = tl.program_id(0) % SPLIT_K
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    own_slot = tl.load(row_slot + row, mask=live, other=-1)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = column // (ACTIVE * BLOCK_R) % SLICES
-    entry = column // BLOCK_R % ACTIVE
-    r = column % BLOCK_R
-    if ACTIVE >= SLOTS:
-        # an entry for every slot: which of them have rows is seen without a look-up
-        slot = entry
-        own = own_slot[None, :] == slot[:, None]
-        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
-    else:
-        slot = tl.load(active + entry)
-        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
-        wanted = (slot >= 0) & (column < COLUMNS)
-    wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
-    if PDL:
-        # x is the previous kernel's; once it is there, the projection may start on its base
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-    k = tl.arange(0, BLOCK_K)
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if tl.max(wanted.to(tl.int32), axis=0) > 0:
-        SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-        for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
-            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-            acc = tl.dot(a_tile, x_tile, acc)
-
-    at = row[None, :] * COLUMNS + column[:, None]
-    inside_h = (column < COLUMNS)[:, None]
-    if SPLIT_K == 1:
-        tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
-    else:
-        # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        plane = BLOCK_M * COLUMNS
-        tl.store(parts + share * plane + at, acc, mask=inside_h)
-        tl.debug_barrier()
-        if tl.atomic_add(ticks + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in tl.static_range(SPLIT_K):
-                total += tl.load(parts + other * plane + at, mask=inside_h, other=0.0, cache_modifier=".cg")
-            tl.store(h + at, tl.where(own, total * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
-            tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-
-
-SHRINK_GATE_UP_PROJ = Kernel(
-    shrink_gate_up_proj,
-    {
-        "x": "*bf16",
-        "x_stride": "i32",
-        "a": "*bf16",
-        "rank": "*i32",
-        "scale": "*fp32",
-        "row_slot": "*i32",
-        "active": "*i32",
-        "h": "*bf16",
-        "parts": "*fp32",
-        "ticks": "*i32",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
-        (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
-        (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
-        (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
-    ),
-)
-
-
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def project_gate_up_proj(
-    x, x_stride, weight, b, active, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for gate_up_proj.
-
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
-    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
-    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
-    summed before the wait.
-    """
-    K: tl.constexpr = 4096
-    N: tl.constexpr = 28672
-    SLICES: tl.constexpr = 2
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-    # up_proj
-    FIRST_1: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N
-    if tile >= FIRST_1:
-        part = 1
-        tile_in_slice = tile - FIRST_1
-        start = 14336
-
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    k = tl.arange(0, BLOCK_K)
-    w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    if WIDTH > 0 and WIDTH == CHUNK:
-        # all of B's columns at once: on their way while the base is summed
-        b_early = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and WIDTH == 0:
-        tl.extra.cuda.gdc_wait()
-    for first in range(0, K, BLOCK_K):
-        w_tile = tl.load(w_at + first)
-        x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc)
-
-    if PDL and WIDTH > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
-        if WIDTH == CHUNK:
-            h_tile = tl.load(h_at, cache_modifier=".cg")
-            if PDL:
-                b_early = _not_before(b_early)
-            acc = tl.dot(b_early, h_tile, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = tl.load(h_at + first, cache_modifier=".cg")
-                acc = tl.dot(b_tile, h_tile, acc)
-    elif PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :])
-
-
-PROJECT_GATE_UP_PROJ = Kernel(
-    project_gate_up_proj,
-    {
-        "x": "*bf16",
-        "x_stride": "i32",
-        "weight": "*bf16",
-        "b": "*bf16",
-        "active": "*i32",
-        "h": "*bf16",
-        "y": "*bf16",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 4, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 4, True, 0, 32, 16, 64, 128, 128, 1),
-        (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 128, 1),
-        (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 128, 1),
-    ),
-)
-
-
 @triton.jit
 def _tile_project_gate_up_proj_tile(
-    number, x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+    number, x, weight, h, b, active, spans, most, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
-    K: tl.constexpr = 4096
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 28672
-    SLICES: tl.constexpr = 2
-    R: tl.constexpr = 64
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -2066,101 +1359,81 @@ def _tile_project_gate_up_proj_tile(
         tile_in_slice = tile - FIRST_1
         start = 14336
 
+    first_row = tile_m * BLOCK_M
+    first_n = start + tile_in_slice * BLOCK_N
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(STEPS + most):
+        k = step * BLOCK_K
+        from_row = first_row
+        row_tiles = x
+        column_tiles = weight
+        if ACTIVE > 0:
+            # the same sum goes on over the columns of h and B, and so in the same pipeline
+            if step >= STEPS:
+                if LATE:
+                    tl.extra.cuda.gdc_wait()
+                    if EARLY:
+                        tl.extra.cuda.gdc_launch_dependents()
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                from_row = part * rows + first_row
+                row_tiles = h
+                column_tiles = b
+        row_tile = row_tiles.load([from_row, k])
+        column_tile = column_tiles.load([first_n, k])
+        if WIDE:
+            acc = tl.dot(column_tile, row_tile.T, acc)
+        else:
+            acc = tl.dot(row_tile, column_tile.T, acc)
+
+    row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    if WIDTH > 0:
-        own = tl.load(row_slot + row, mask=row < rows, other=-1)
-        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-        if CHUNK == 0:
-            slot = _next_slot(own, -1)
-        if LATE:
-            # on its way while the base is summed
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x_tile = x.load([tile_m * BLOCK_M, k])
-        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc)
-
-    if ONE:
-        tl.extra.cuda.gdc_launch_dependents()
-    if LATE:
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        if not LATE:
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None])
+    if WIDE:
+        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
+        mask = (row < rows)[None, :]
+    else:
+        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+        mask = (row < rows)[:, None]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_gate_up_proj(
-    x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+    x, weight, h, b, active, spans, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for gate_up_proj.
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for gate_up_proj; with ACTIVE 0 no LoRA.
 
-    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
-    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
-    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
-    before the wait.
+    The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
+    operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
+    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch after
+    may begin with the steps over h, not at the end.
     """
-    if LOOP:
-        # programs take the next tile when they are done with one, and so do not overlap with the launches around
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    # h comes from the launch before, which has itself waited for x
+    LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
+    if PDL and not LATE:
+        tl.extra.cuda.gdc_wait()
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    if LOOP or DYNAMIC:
         TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
-        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_gate_up_proj_tile(
-                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
-                BLOCK_K, BLOCK_C, False,
+                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+                BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
     else:
-        if PDL and ACTIVE == 0:
-            tl.extra.cuda.gdc_wait()
         _tile_project_gate_up_proj_tile(
-            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
-            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+            BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
+    if LATE and DYNAMIC:
+        tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
+    if PDL and not (LATE and EARLY):
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 TILE_PROJECT_GATE_UP_PROJ = Kernel(
@@ -2168,62 +1441,66 @@ TILE_PROJECT_GATE_UP_PROJ = Kernel(
     {
         "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
-        "b": "*bf16",
+        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
-        "row_slot": "*i32",
-        "h": "*bf16",
+        "spans": "*i32",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 0, 0, 4, 4, True, 0, 64, 16, 128, 64, 64, 0, 1),
-        (128, 0, 0, 4, 3, True, 0, 128, 16, 128, 64, 64, 0, 1),
-        (256, 0, 0, 8, 4, True, 0, 256, 16, 128, 64, 64, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 1, 1),
-        (64, 64, 1, 4, 4, True, 1, 64, 64, 128, 64, 64, 0, 1),
-        (128, 64, 1, 4, 3, True, 1, 128, 64, 128, 64, 64, 0, 1),
-        (256, 64, 1, 8, 4, True, 1, 256, 64, 128, 64, 64, 0, 1),
-        (0, 64, 1, 8, 4, True, 1, 128, 64, 256, 64, 0, 0, 1),
-        (64, 64, 8, 4, 4, True, 8, 64, 64, 128, 64, 64, 0, 1),
-        (128, 64, 8, 4, 3, True, 8, 128, 64, 128, 64, 64, 0, 1),
-        (256, 64, 8, 8, 4, True, 8, 256, 64, 128, 64, 64, 0, 1),
-        (0, 64, 8, 8, 4, True, 8, 128, 64, 256, 64, 0, 0, 1),
+        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 128, 128, 0, 1, 1),
+        (32, 0, 0, 8, 4, True, 0, 0, 0, 1, 32, 128, 128, 0, 1, 1),
+        (64, 0, 0, 4, 4, True, 0, 0, 0, 0, 64, 128, 64, 0, 1, 1),
+        (128, 0, 0, 4, 3, True, 0, 0, 0, 0, 128, 128, 64, 0, 0, 1),
+        (256, 0, 0, 8, 4, True, 0, 0, 0, 0, 128, 256, 64, 1, 0, 1),
+        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 128, 128, 0, 1, 1),
+        (32, 64, 1, 8, 4, True, 1, 64, 0, 1, 32, 128, 128, 0, 1, 1),
+        (64, 64, 1, 4, 4, True, 1, 64, 0, 0, 64, 128, 64, 0, 1, 1),
+        (128, 64, 1, 4, 3, True, 1, 64, 0, 0, 128, 128, 64, 0, 0, 1),
+        (256, 64, 1, 8, 4, True, 1, 64, 0, 0, 128, 256, 64, 1, 0, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 128, 128, 0, 1, 1),
+        (32, 64, 8, 8, 4, True, 8, 64, 0, 1, 32, 128, 128, 0, 1, 1),
+        (64, 64, 8, 4, 4, True, 8, 64, 0, 0, 64, 128, 64, 0, 1, 1),
+        (128, 64, 8, 4, 3, True, 8, 64, 0, 0, 128, 128, 64, 0, 0, 1),
+        (256, 64, 8, 8, 4, True, 8, 64, 0, 0, 128, 256, 64, 1, 0, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
 def tile_shrink_gate_up_proj(
-    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
+    blocks, rows,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for
-    gate_up_proj.
+    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
+    slot's, for gate_up_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. Base rows of h are not
-    written: who reads h leaves them out.
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
+    write the zeros, each those of UNIT rows, base rows among them.
     """
     K: tl.constexpr = 4096
     SLICES: tl.constexpr = 2
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    WIDTH: tl.constexpr = SLICES * BLOCK_R
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    segment = tl.program_id(0) // blocks
-    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
-    end = tl.load(seg_end + segment)
-    slot = tl.load(seg_slot + segment).to(tl.int64)
-    if PDL:
-        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if (slot < 0) | (first_row >= end):
-        return
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
+    tile = tl.program_id(0) // SPLIT_K
+    segment = tile // TILES // blocks
+    first_row = tl.load(seg_start + segment, mask=unit < 0, other=0) + tile // TILES % blocks * BLOCK_M
+    end = tl.load(seg_end + segment, mask=unit < 0, other=0)
+    slot = tl.maximum(tl.load(seg_slot + segment, mask=unit < 0, other=0), 0).to(tl.int64)  # -1 where there are no rows
 
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_h = column < COLUMNS
+    column = tile % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < WIDTH
     part = column // BLOCK_R
     r = column % BLOCK_R
     wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
@@ -2234,29 +1511,47 @@ def tile_shrink_gate_up_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    share = tl.program_id(2)
+    share = tl.program_id(0) % SPLIT_K
     SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+    x_at += share * SHARE
+    a_at += share * SHARE
+    k += share * SHARE
+    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
+    if ONE_STEP:
+        # on its way while the kernel before ends: adapters do not depend on it
+        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if unit >= 0:
+        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        return
+    if first_row >= end:
+        return
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        if not ONE_STEP:
+            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc)
 
-    at = row[:, None] * COLUMNS + column[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
     mask = live[:, None] & inside_h[None, :]
     if SPLIT_K > 1:
         # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        plane = rows.to(tl.int64) * COLUMNS
+        plane = rows.to(tl.int64) * WIDTH
         tl.store(parts + share * plane + at, acc, mask=mask)
         tl.debug_barrier()
-        tick = ticks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(tick, 1, sem="acq_rel") != SPLIT_K - 1:
+        if tl.atomic_add(ticks + tile, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for other in range(SPLIT_K):
+        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):  # in flight together
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.atomic_xchg(tick, 0, sem="relaxed")
-    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+        tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
 
 
 TILE_SHRINK_GATE_UP_PROJ = Kernel(
@@ -2271,6 +1566,7 @@ TILE_SHRINK_GATE_UP_PROJ = Kernel(
         "seg_slot": "*i32",
         "seg_start": "*i32",
         "seg_end": "*i32",
+        "row_slot": "*i32",
         "h": "*bf16",
         "parts": "*fp32",
         "ticks": "*i32",
@@ -2280,31 +1576,26 @@ TILE_SHRINK_GATE_UP_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
-        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
-        (0, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
+        (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
+        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 8, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
+        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_expand_gate_up_proj(
-    b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    h, b, active, spans, row_slot, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] += sum_r h[row, r] * B[slot of the row, n, r] where the library had the base, for gate_up_proj.
+    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for gate_up_proj.
 
-    One program: one tile, whose last sum is that of `tile_project_gate_up_proj`. Base rows of y are not written.
+    One program: one tile, with the last steps of `tile_project_gate_up_proj`. Base rows of y are not written.
     """
     N: tl.constexpr = 28672
-    SLICES: tl.constexpr = 2
-    R: tl.constexpr = 64
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = PDL > 0
+    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
     TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -2317,72 +1608,44 @@ def tile_expand_gate_up_proj(
         tile_in_slice = tile - FIRST_1
         start = 14336
 
+    first_row = tile_m * BLOCK_M
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = first_row + tl.arange(0, BLOCK_M)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-    if CHUNK == 0:
-        slot = _next_slot(own, -1)
-        if PIECE == BLOCK_R:
-            b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-    if AT_ONCE:
-        b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    adapted = (own >= 0)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None]
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
+    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    if WIDTH > 0:
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc)
+    for step in range(steps):
+        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
+        h_tile = h.load([part * rows + first_row, column])
+        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
 
 
 TILE_EXPAND_GATE_UP_PROJ = Kernel(
     tile_expand_gate_up_proj,
     {
-        "b": "*bf16",
+        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
+        "spans": "*i32",
         "row_slot": "*i32",
-        "h": "*bf16",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_C", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, 1, 4, 2, True, 1, 128, 64, 64, 64, 1),
-        (0, 64, 1, 4, 2, True, 1, 64, 64, 64, 0, 1),
-        (256, 64, 8, 4, 2, True, 8, 128, 64, 64, 64, 1),
-        (0, 64, 8, 4, 2, True, 8, 64, 64, 64, 0, 1),
+        (256, 64, 1, 4, 2, True, 1, 64, 0, 128, 64, 64, 1),
+        (0, 64, 1, 8, 2, True, 1, 64, 1, 128, 128, 64, 1),
+        (256, 64, 8, 4, 2, True, 8, 64, 0, 128, 64, 64, 1),
+        (0, 64, 8, 8, 2, True, 8, 64, 1, 128, 128, 64, 1),
     ),
 )
 
@@ -2613,27 +1876,27 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
     )
 
 
-def tiles_gate_up_proj(
+def linear_gate_up_proj(
     x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
 ) -> torch.Tensor:
-    """As `linear_gate_up_proj`, for many rows: weights are read in tiles that several rows share, by the library at
-    some sizes.
-    """
+    """x [rows, 4096] @ weight.T + LoRA of x, [rows, 28672]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    b = b.view(28672, 512)
+    rows, index = x.shape[0], batch.map
+    h = x  # not read without adapters
     if batch.adapters:
         shrink = TILE_SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 2 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
-        tiles = cdiv(columns, shrink.BLOCK_N)
+        tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
+        h = scratch("h", 2 * rows * b.shape[1], x.dtype)
+        h = h[: 2 * rows * b.shape[1]].view(-1, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
-        ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
+        ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
         TILE_SHRINK_GATE_UP_PROJ.run(
             shrink,
-            (segments * blocks, tiles, shrink.SPLIT_K),
+            (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
             x_stride=x.stride(0) // 16,
             a=a,
@@ -2643,6 +1906,7 @@ def tiles_gate_up_proj(
             seg_slot=index.seg_slot,
             seg_start=index.seg_start,
             seg_end=index.seg_end,
+            row_slot=index.row_slot,
             h=h,
             parts=parts,
             ticks=ticks,
@@ -2657,10 +1921,11 @@ def tiles_gate_up_proj(
             TILE_EXPAND_GATE_UP_PROJ.run(
                 expand,
                 (tiles * cdiv(rows, expand.BLOCK_M),),
+                h=h,
                 b=b,
                 active=index.active,
+                spans=index.spans,
                 row_slot=index.row_slot,
-                h=h,
                 y=y,
                 rows=rows,
             )
@@ -2674,59 +1939,10 @@ def tiles_gate_up_proj(
         (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        h=h,
         b=b,
         active=index.active,
-        row_slot=index.row_slot,
-        h=h,
-        y=y,
-        rows=rows,
-    )
-    return y
-
-
-def linear_gate_up_proj(
-    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
-) -> torch.Tensor:
-    """x [rows, 4096] @ weight.T + LoRA of x, [rows, 28672]: one GEMM whose epilogue expands."""
-    rows = x.shape[0]
-    if rows > 32:
-        return tiles_gate_up_proj(x, weight, slot, batch, scratch)
-    a, b, rank, scale = slot
-    index = batch.map
-    launch = PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 2 * launch.BLOCK_R, x.dtype)
-    if batch.adapters:
-        shrink = SHRINK_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(shrink.ACTIVE * 2 * shrink.BLOCK_R, shrink.BLOCK_N)
-        columns = shrink.ACTIVE * 2 * shrink.BLOCK_R
-        parts = scratch("parts", shrink.SPLIT_K * shrink.BLOCK_M * columns, torch.float32)
-        ticks = scratch("ticks", tiles, torch.int32, zero=True)
-        SHRINK_GATE_UP_PROJ.run(
-            shrink,
-            (tiles * shrink.SPLIT_K,),
-            x=x,
-            x_stride=x.stride(0) // 16,
-            a=a,
-            rank=rank,
-            scale=scale,
-            row_slot=index.row_slot,
-            active=index.active,
-            h=h,
-            parts=parts,
-            ticks=ticks,
-            rows=rows,
-        )
-    y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
-    tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
-    PROJECT_GATE_UP_PROJ.run(
-        launch,
-        (tiles,),
-        x=x,
-        x_stride=x.stride(0) // 16,
-        weight=weight,
-        b=b,
-        active=index.active,
-        h=h,
+        spans=index.spans,
         y=y,
         rows=rows,
     )
@@ -2736,308 +1952,96 @@ def linear_gate_up_proj(
 # down_proj: 14336 -> down_proj 4096
 
 
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def shrink_down_proj(
-    x, x_stride, a, rank, scale, row_slot, active, h, parts, ticks, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for down_proj.
-
-    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows, 1/SPLIT_K of the inputs. The tile of A is the wide operand of the dot: few
-    rows still fill it.
-    """
-    K: tl.constexpr = 14336
-    SLICES: tl.constexpr = 1
-    SLOTS: tl.constexpr = 8
-    R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0) // SPLIT_K
-    share = tl.program_id(0) % SPLIT_K
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    own_slot = tl.load(row_slot + row, mask=live, other=-1)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = column // (ACTIVE * BLOCK_R) % SLICES
-    entry = column // BLOCK_R % ACTIVE
-    r = column % BLOCK_R
-    if ACTIVE >= SLOTS:
-        # an entry for every slot: which of them have rows is seen without a look-up
-        slot = entry
-        own = own_slot[None, :] == slot[:, None]
-        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
-    else:
-        slot = tl.load(active + entry)
-        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
-        wanted = (slot >= 0) & (column < COLUMNS)
-    wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
-    if PDL:
-        # x is the previous kernel's; once it is there, the projection may start on its base
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-    k = tl.arange(0, BLOCK_K)
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if tl.max(wanted.to(tl.int32), axis=0) > 0:
-        SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-        for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
-            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-            acc = tl.dot(a_tile, x_tile, acc)
-
-    at = row[None, :] * COLUMNS + column[:, None]
-    inside_h = (column < COLUMNS)[:, None]
-    if SPLIT_K == 1:
-        tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
-    else:
-        # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        plane = BLOCK_M * COLUMNS
-        tl.store(parts + share * plane + at, acc, mask=inside_h)
-        tl.debug_barrier()
-        if tl.atomic_add(ticks + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in tl.static_range(SPLIT_K):
-                total += tl.load(parts + other * plane + at, mask=inside_h, other=0.0, cache_modifier=".cg")
-            tl.store(h + at, tl.where(own, total * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
-            tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-
-
-SHRINK_DOWN_PROJ = Kernel(
-    shrink_down_proj,
-    {
-        "x": "*bf16",
-        "x_stride": "i32",
-        "a": "*bf16",
-        "rank": "*i32",
-        "scale": "*fp32",
-        "row_slot": "*i32",
-        "active": "*i32",
-        "h": "*bf16",
-        "parts": "*fp32",
-        "ticks": "*i32",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 64, 1, 4, 4, True, 1, 16, 64, 64, 128, 4, 1),
-        (32, 64, 1, 4, 4, True, 1, 32, 64, 64, 128, 4, 1),
-        (16, 64, 8, 4, 4, True, 8, 16, 64, 64, 128, 4, 1),
-        (32, 64, 8, 4, 4, True, 8, 32, 64, 64, 128, 4, 1),
-    ),
-)
-
-
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def project_down_proj(
-    x, x_stride, weight, b, active, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for down_proj.
-
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
-    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
-    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
-    summed before the wait.
-    """
-    K: tl.constexpr = 14336
-    N: tl.constexpr = 4096
-    SLICES: tl.constexpr = 1
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    k = tl.arange(0, BLOCK_K)
-    w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    if WIDTH > 0 and WIDTH == CHUNK:
-        # all of B's columns at once: on their way while the base is summed
-        b_early = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and WIDTH == 0:
-        tl.extra.cuda.gdc_wait()
-    for first in range(0, K, BLOCK_K):
-        w_tile = tl.load(w_at + first)
-        x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc)
-
-    if PDL and WIDTH > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
-        if WIDTH == CHUNK:
-            h_tile = tl.load(h_at, cache_modifier=".cg")
-            if PDL:
-                b_early = _not_before(b_early)
-            acc = tl.dot(b_early, h_tile, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = tl.load(h_at + first, cache_modifier=".cg")
-                acc = tl.dot(b_tile, h_tile, acc)
-    elif PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :])
-
-
-PROJECT_DOWN_PROJ = Kernel(
-    project_down_proj,
-    {
-        "x": "*bf16",
-        "x_stride": "i32",
-        "weight": "*bf16",
-        "b": "*bf16",
-        "active": "*i32",
-        "h": "*bf16",
-        "y": "*bf16",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 8, True, 0, 16, 16, 64, 128, 128, 1),
-        (32, 0, 0, 4, 6, True, 0, 32, 16, 64, 128, 128, 1),
-        (16, 64, 1, 4, 8, True, 1, 16, 64, 64, 128, 128, 1),
-        (32, 64, 1, 4, 6, True, 1, 32, 64, 64, 128, 128, 1),
-        (16, 64, 8, 4, 8, True, 8, 16, 64, 64, 128, 128, 1),
-        (32, 64, 8, 4, 6, True, 8, 32, 64, 64, 128, 128, 1),
-    ),
-)
-
-
 @triton.jit
 def _tile_project_down_proj_tile(
-    number, x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+    number, x, weight, h, b, active, spans, most, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
-    K: tl.constexpr = 14336
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 4096
-    SLICES: tl.constexpr = 1
-    R: tl.constexpr = 64
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    STEPS: tl.constexpr = (14336 + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
     tile_in_slice = tile
     start = 0
 
+    first_row = tile_m * BLOCK_M
+    first_n = start + tile_in_slice * BLOCK_N
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(STEPS + most):
+        k = step * BLOCK_K
+        from_row = first_row
+        row_tiles = x
+        column_tiles = weight
+        if ACTIVE > 0:
+            # the same sum goes on over the columns of h and B, and so in the same pipeline
+            if step >= STEPS:
+                if LATE:
+                    tl.extra.cuda.gdc_wait()
+                    if EARLY:
+                        tl.extra.cuda.gdc_launch_dependents()
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                from_row = part * rows + first_row
+                row_tiles = h
+                column_tiles = b
+        row_tile = row_tiles.load([from_row, k])
+        column_tile = column_tiles.load([first_n, k])
+        if WIDE:
+            acc = tl.dot(column_tile, row_tile.T, acc)
+        else:
+            acc = tl.dot(row_tile, column_tile.T, acc)
+
+    row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    if WIDTH > 0:
-        own = tl.load(row_slot + row, mask=row < rows, other=-1)
-        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-        if CHUNK == 0:
-            slot = _next_slot(own, -1)
-        if LATE:
-            # on its way while the base is summed
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x_tile = x.load([tile_m * BLOCK_M, k])
-        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc)
-
-    if ONE:
-        tl.extra.cuda.gdc_launch_dependents()
-    if LATE:
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        if not LATE:
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc)
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None])
+    if WIDE:
+        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
+        mask = (row < rows)[None, :]
+    else:
+        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+        mask = (row < rows)[:, None]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_down_proj(
-    x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+    x, weight, h, b, active, spans, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for down_proj.
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for down_proj; with ACTIVE 0 no LoRA.
 
-    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
-    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
-    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
-    before the wait.
+    The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
+    operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
+    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch after
+    may begin with the steps over h, not at the end.
     """
-    if LOOP:
-        # programs take the next tile when they are done with one, and so do not overlap with the launches around
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    # h comes from the launch before, which has itself waited for x
+    LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
+    if PDL and not LATE:
+        tl.extra.cuda.gdc_wait()
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    if LOOP or DYNAMIC:
         TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
-        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_down_proj_tile(
-                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
-                BLOCK_K, BLOCK_C, False,
+                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+                BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
     else:
-        if PDL and ACTIVE == 0:
-            tl.extra.cuda.gdc_wait()
         _tile_project_down_proj_tile(
-            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
-            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+            BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
+    if LATE and DYNAMIC:
+        tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
+    if PDL and not (LATE and EARLY):
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 TILE_PROJECT_DOWN_PROJ = Kernel(
@@ -3045,64 +2049,66 @@ TILE_PROJECT_DOWN_PROJ = Kernel(
     {
         "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
-        "b": "*bf16",
+        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
-        "row_slot": "*i32",
-        "h": "*bf16",
+        "spans": "*i32",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 0, 0, 4, 6, True, 0, 64, 16, 32, 128, 128, 0, 1),
-        (128, 0, 0, 4, 6, True, 0, 64, 16, 64, 128, 64, 0, 1),
-        (512, 0, 0, 8, 4, True, 0, 128, 16, 128, 64, 0, 0, 1),
-        (1024, 0, 0, 8, 3, True, 0, 128, 16, 256, 64, 0, 0, 1),
-        (0, 0, 0, 8, 4, True, 0, 128, 16, 256, 64, 0, 0, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 64, 32, 128, 128, 0, 1),
-        (128, 64, 1, 4, 6, True, 1, 64, 64, 64, 128, 64, 0, 1),
-        (512, 64, 1, 8, 4, True, 1, 128, 64, 128, 64, 0, 0, 1),
-        (1024, 64, 1, 8, 3, True, 1, 128, 64, 256, 64, 0, 0, 1),
-        (0, 64, 1, 8, 4, True, 1, 128, 64, 256, 64, 0, 0, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 64, 32, 128, 128, 0, 1),
-        (128, 64, 8, 4, 6, True, 8, 64, 64, 64, 128, 64, 0, 1),
-        (512, 64, 8, 8, 4, True, 8, 128, 64, 128, 64, 0, 0, 1),
-        (1024, 64, 8, 8, 3, True, 8, 128, 64, 256, 64, 0, 0, 1),
-        (0, 64, 8, 8, 4, True, 8, 128, 64, 256, 64, 0, 0, 1),
+        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1),
+        (256, 0, 0, 4, 6, True, 0, 0, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1),
+        (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
+        (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
+        (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1),
+        (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
 def tile_shrink_down_proj(
-    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, parts, ticks, blocks, rows,
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
+    blocks, rows,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for down_proj.
+    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
+    slot's, for down_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. Base rows of h are not
-    written: who reads h leaves them out.
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
+    write the zeros, each those of UNIT rows, base rows among them.
     """
     K: tl.constexpr = 14336
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
-    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    WIDTH: tl.constexpr = SLICES * BLOCK_R
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    segment = tl.program_id(0) // blocks
-    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
-    end = tl.load(seg_end + segment)
-    slot = tl.load(seg_slot + segment).to(tl.int64)
-    if PDL:
-        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if (slot < 0) | (first_row >= end):
-        return
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
+    tile = tl.program_id(0) // SPLIT_K
+    segment = tile // TILES // blocks
+    first_row = tl.load(seg_start + segment, mask=unit < 0, other=0) + tile // TILES % blocks * BLOCK_M
+    end = tl.load(seg_end + segment, mask=unit < 0, other=0)
+    slot = tl.maximum(tl.load(seg_slot + segment, mask=unit < 0, other=0), 0).to(tl.int64)  # -1 where there are no rows
 
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_h = column < COLUMNS
+    column = tile % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < WIDTH
     part = column // BLOCK_R
     r = column % BLOCK_R
     wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
@@ -3113,29 +2119,47 @@ def tile_shrink_down_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    share = tl.program_id(2)
+    share = tl.program_id(0) % SPLIT_K
     SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
+    x_at += share * SHARE
+    a_at += share * SHARE
+    k += share * SHARE
+    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
+    if ONE_STEP:
+        # on its way while the kernel before ends: adapters do not depend on it
+        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if unit >= 0:
+        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        return
+    if first_row >= end:
+        return
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        if not ONE_STEP:
+            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc)
 
-    at = row[:, None] * COLUMNS + column[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
     mask = live[:, None] & inside_h[None, :]
     if SPLIT_K > 1:
         # the last program to arrive adds the shares in their fixed order: the same bits whatever the schedule
-        plane = rows.to(tl.int64) * COLUMNS
+        plane = rows.to(tl.int64) * WIDTH
         tl.store(parts + share * plane + at, acc, mask=mask)
         tl.debug_barrier()
-        tick = ticks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(tick, 1, sem="acq_rel") != SPLIT_K - 1:
+        if tl.atomic_add(ticks + tile, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for other in range(SPLIT_K):
+        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):  # in flight together
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
-        tl.atomic_xchg(tick, 0, sem="relaxed")
-    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+        tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
 
 
 TILE_SHRINK_DOWN_PROJ = Kernel(
@@ -3150,6 +2174,7 @@ TILE_SHRINK_DOWN_PROJ = Kernel(
         "seg_slot": "*i32",
         "seg_start": "*i32",
         "seg_end": "*i32",
+        "row_slot": "*i32",
         "h": "*bf16",
         "parts": "*fp32",
         "ticks": "*i32",
@@ -3160,104 +2185,69 @@ TILE_SHRINK_DOWN_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
-        (256, 64, -1, 4, 3, True, 32, 64, 64, 128, 8, 1),
-        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
-        (0, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
+        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 8, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
+        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_expand_down_proj(
-    b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    h, b, active, spans, row_slot, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] += sum_r h[row, r] * B[slot of the row, n, r] where the library had the base, for down_proj.
+    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for down_proj.
 
-    One program: one tile, whose last sum is that of `tile_project_down_proj`. Base rows of y are not written.
+    One program: one tile, with the last steps of `tile_project_down_proj`. Base rows of y are not written.
     """
     N: tl.constexpr = 4096
-    SLICES: tl.constexpr = 1
-    R: tl.constexpr = 64
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = PDL > 0
+    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
     tile_in_slice = tile
     start = 0
 
+    first_row = tile_m * BLOCK_M
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = first_row + tl.arange(0, BLOCK_M)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-    if CHUNK == 0:
-        slot = _next_slot(own, -1)
-        if PIECE == BLOCK_R:
-            b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-    if AT_ONCE:
-        b_tile = _b_tile(b, active, n, None, 0, ACTIVE, BLOCK_R, CHUNK)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    adapted = (own >= 0)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None]
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
+    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    if WIDTH > 0:
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, None, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, None, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc)
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc)
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, None, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc)
+    for step in range(steps):
+        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
+        h_tile = h.load([part * rows + first_row, column])
+        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
 
 
 TILE_EXPAND_DOWN_PROJ = Kernel(
     tile_expand_down_proj,
     {
-        "b": "*bf16",
+        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
+        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
+        "spans": "*i32",
         "row_slot": "*i32",
-        "h": "*bf16",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_C", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, 1, 4, 2, True, 1, 128, 64, 64, 64, 1),
-        (0, 64, 1, 4, 2, True, 1, 64, 64, 64, 0, 1),
-        (256, 64, 8, 4, 2, True, 8, 128, 64, 64, 64, 1),
-        (0, 64, 8, 4, 2, True, 8, 64, 64, 64, 0, 1),
+        (256, 64, 1, 4, 2, True, 1, 64, 0, 128, 64, 64, 1),
+        (0, 64, 1, 8, 2, True, 1, 64, 1, 128, 128, 64, 1),
+        (256, 64, 8, 4, 2, True, 8, 64, 0, 128, 64, 64, 1),
+        (0, 64, 8, 8, 2, True, 8, 64, 1, 128, 128, 64, 1),
     ),
 )
 
@@ -3482,25 +2472,27 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
     )
 
 
-def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """As `linear_down_proj`, for many rows: weights are read in tiles that several rows share, by the library at
-    some sizes.
-    """
+def linear_down_proj(
+    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
+) -> torch.Tensor:
+    """x [rows, 14336] @ weight.T + LoRA of x, [rows, 4096]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    b = b.view(4096, 512)
+    rows, index = x.shape[0], batch.map
+    h = x  # not read without adapters
     if batch.adapters:
         shrink = TILE_SHRINK_DOWN_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
-        tiles = cdiv(columns, shrink.BLOCK_N)
+        tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
+        h = scratch("h", 1 * rows * b.shape[1], x.dtype)
+        h = h[: 1 * rows * b.shape[1]].view(-1, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
-        ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
+        ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
         TILE_SHRINK_DOWN_PROJ.run(
             shrink,
-            (segments * blocks, tiles, shrink.SPLIT_K),
+            (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
             x_stride=x.stride(0) // 16,
             a=a,
@@ -3510,6 +2502,7 @@ def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             seg_slot=index.seg_slot,
             seg_start=index.seg_start,
             seg_end=index.seg_end,
+            row_slot=index.row_slot,
             h=h,
             parts=parts,
             ticks=ticks,
@@ -3524,10 +2517,11 @@ def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             TILE_EXPAND_DOWN_PROJ.run(
                 expand,
                 (tiles * cdiv(rows, expand.BLOCK_M),),
+                h=h,
                 b=b,
                 active=index.active,
+                spans=index.spans,
                 row_slot=index.row_slot,
-                h=h,
                 y=y,
                 rows=rows,
             )
@@ -3541,59 +2535,10 @@ def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        h=h,
         b=b,
         active=index.active,
-        row_slot=index.row_slot,
-        h=h,
-        y=y,
-        rows=rows,
-    )
-    return y
-
-
-def linear_down_proj(
-    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
-) -> torch.Tensor:
-    """x [rows, 14336] @ weight.T + LoRA of x, [rows, 4096]: one GEMM whose epilogue expands."""
-    rows = x.shape[0]
-    if rows > 32:
-        return tiles_down_proj(x, weight, slot, batch, scratch)
-    a, b, rank, scale = slot
-    index = batch.map
-    launch = PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 1 * launch.BLOCK_R, x.dtype)
-    if batch.adapters:
-        shrink = SHRINK_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(shrink.ACTIVE * 1 * shrink.BLOCK_R, shrink.BLOCK_N)
-        columns = shrink.ACTIVE * 1 * shrink.BLOCK_R
-        parts = scratch("parts", shrink.SPLIT_K * shrink.BLOCK_M * columns, torch.float32)
-        ticks = scratch("ticks", tiles, torch.int32, zero=True)
-        SHRINK_DOWN_PROJ.run(
-            shrink,
-            (tiles * shrink.SPLIT_K,),
-            x=x,
-            x_stride=x.stride(0) // 16,
-            a=a,
-            rank=rank,
-            scale=scale,
-            row_slot=index.row_slot,
-            active=index.active,
-            h=h,
-            parts=parts,
-            ticks=ticks,
-            rows=rows,
-        )
-    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
-    tiles = cdiv(4096, launch.BLOCK_N)
-    PROJECT_DOWN_PROJ.run(
-        launch,
-        (tiles,),
-        x=x,
-        x_stride=x.stride(0) // 16,
-        weight=weight,
-        b=b,
-        active=index.active,
-        h=h,
+        spans=index.spans,
         y=y,
         rows=rows,
     )
@@ -3602,9 +2547,10 @@ def linear_down_proj(
 
 # rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again
 LIBRARY = {
-    "qkv_proj": ((129, 512),),
+    "qkv_proj": ((257, 1024),),
+    "o_proj": ((257, 512),),
     "gate_up_proj": ((257, 512),),
-    "down_proj": ((129, 256),),
+    "down_proj": ((257, 512),),
 }
 LINEAR = {
     "qkv_proj": linear_qkv_proj,
@@ -3619,29 +2565,21 @@ ADD = {
     "down_proj": add_down_proj,
 }
 KERNELS = (
-    SHRINK_QKV_PROJ,
-    PROJECT_QKV_PROJ,
     TILE_PROJECT_QKV_PROJ,
     TILE_SHRINK_QKV_PROJ,
     TILE_EXPAND_QKV_PROJ,
     SEGMENT_SHRINK_QKV_PROJ,
     SEGMENT_EXPAND_QKV_PROJ,
-    SHRINK_O_PROJ,
-    PROJECT_O_PROJ,
     TILE_PROJECT_O_PROJ,
     TILE_SHRINK_O_PROJ,
     TILE_EXPAND_O_PROJ,
     SEGMENT_SHRINK_O_PROJ,
     SEGMENT_EXPAND_O_PROJ,
-    SHRINK_GATE_UP_PROJ,
-    PROJECT_GATE_UP_PROJ,
     TILE_PROJECT_GATE_UP_PROJ,
     TILE_SHRINK_GATE_UP_PROJ,
     TILE_EXPAND_GATE_UP_PROJ,
     SEGMENT_SHRINK_GATE_UP_PROJ,
     SEGMENT_EXPAND_GATE_UP_PROJ,
-    SHRINK_DOWN_PROJ,
-    PROJECT_DOWN_PROJ,
     TILE_PROJECT_DOWN_PROJ,
     TILE_SHRINK_DOWN_PROJ,
     TILE_EXPAND_DOWN_PROJ,

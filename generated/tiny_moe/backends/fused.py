@@ -12,65 +12,6 @@ from lorac.runtime.ticket import Batch, Scratch
 
 
 @triton.jit
-def _b_tile(b, active, n, wanted_n, first, ACTIVE: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr):
-    """B of CHUNK columns (entry of `active`, r) from `first`, [n, CHUNK]; with an entry for every slot, no look-up."""
-    SLOTS: tl.constexpr = 3
-    R: tl.constexpr = 16
-    c = first + tl.arange(0, CHUNK)
-    entry = c // BLOCK_R
-    r = c % BLOCK_R
-    if ACTIVE >= SLOTS:
-        slot = entry
-        wanted = (entry < SLOTS) & (r < R)
-    else:
-        # the columns of an adapter share its slot: said so, their loads are wide
-        slot = tl.max_constancy(tl.load(active + entry), [BLOCK_R])
-        wanted = (slot >= 0) & (r < R)
-    b_at = b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :]
-    if wanted_n is None:
-        return tl.load(b_at, mask=wanted[None, :], other=0.0)
-    else:
-        return tl.load(b_at, mask=wanted[None, :] & wanted_n[:, None], other=0.0)
-
-
-@triton.jit
-def _not_before(value):
-    """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=1)
-
-
-NO_SLOT = tl.constexpr(2**20)  # more than there are, and times R within an int32
-
-
-@triton.jit
-def _next_slot(own, slot):
-    """The least slot above `slot` that one of the rows has, else NO_SLOT."""
-    return tl.min(tl.where(own > slot, own, NO_SLOT), 0)
-
-
-@triton.jit
-def _b_of(b, slot, n, wanted_n, first, R: tl.constexpr, PIECE: tl.constexpr):
-    """PIECE columns of B of one slot from `first`, [n, PIECE]; of NO_SLOT zeros."""
-    SLOTS: tl.constexpr = 3
-    r = first + tl.arange(0, PIECE)
-    wanted = ((slot + r * 0 < NO_SLOT) & (r < R))[None, :] & (n >= 0)[:, None]
-    if wanted_n is not None:
-        wanted = wanted & wanted_n[:, None]
-    return tl.load(b + n[:, None].to(tl.int64) * (SLOTS * R) + (slot * R + r)[None, :], mask=wanted, other=0.0)
-
-
-@triton.jit
-def _h_tile(h_row, own, active, first, ACTIVE: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr):
-    """h of CHUNK columns (entry of `active`, r) from `first`, [rows, CHUNK], zero where a row is another's."""
-    c = first + tl.arange(0, CHUNK)
-    slot = c // BLOCK_R
-    if ACTIVE < 3:
-        slot = tl.load(active + slot)
-    mine = (own[:, None] == slot[None, :]) & (own >= 0)[:, None]
-    return tl.load(h_row + (c % BLOCK_R)[None, :], mask=mine, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def _tile_of(number, tiles_m, TILES: tl.constexpr):
     """(row tile, tile of outputs): eight row tiles side by side, so that a wave of programs shares both in L2."""
     GROUP: tl.constexpr = 8
@@ -80,216 +21,107 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
-# qkv_proj: 64 -> q_proj 64 | k_proj 32 | v_proj 32
+COLUMNS = tl.constexpr(48)  # of h and B: those of all slots, side by side
+SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
+UNIT = tl.constexpr(64)  # rows that one entry of `spans` describes
+MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a batch needs is read
 
 
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def shrink_qkv_proj(
-    x, x_stride, a, rank, scale, row_slot, active, h, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """h[row, part, entry, r] = scale * sum_k x[row, k] * A[slot, part, r, k] for each active adapter, for qkv_proj.
-
-    h is dense: zero in the rows of other adapters, so that the projection sums it without masks. One program: BLOCK_N
-    columns (part, entry, r) of all rows. The tile of A is the wide operand of the dot: few rows still fill it.
-    """
-    K: tl.constexpr = 64
-    SLICES: tl.constexpr = 3
-    SLOTS: tl.constexpr = 3
+@triton.jit
+def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Zeros in UNIT rows of h, but for each row's own columns."""
     R: tl.constexpr = 16
-    COLUMNS: tl.constexpr = SLICES * ACTIVE * BLOCK_R
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0)
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    own_slot = tl.load(row_slot + row, mask=live, other=-1)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = column // (ACTIVE * BLOCK_R) % SLICES
-    entry = column // BLOCK_R % ACTIVE
-    r = column % BLOCK_R
-    if ACTIVE >= SLOTS:
-        # an entry for every slot: which of them have rows is seen without a look-up
-        slot = entry
-        own = own_slot[None, :] == slot[:, None]
-        wanted = (tl.max(own.to(tl.int32), axis=1) > 0) & (column < COLUMNS)
+    BLOCKS: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
+    row = unit * UNIT + tl.arange(0, UNIT)
+    own = tl.load(row_slot + row, mask=row < rows, other=-1)
+    for block in range(SLICES * BLOCKS):
+        part = block // BLOCKS
+        c = (block - part * BLOCKS) * SPAN + tl.arange(0, SPAN)
+        free = ((c // R)[None, :] != own[:, None]) | (c % R >= BLOCK_R)[None, :]
+        free = free & (row < rows)[:, None] & (c < COLUMNS)[None, :]
+        h_at = h + (part * rows + row[:, None]).to(tl.int64) * COLUMNS + c[None, :]
+        tl.store(h_at, tl.zeros((UNIT, SPAN), h.dtype.element_ty), mask=free)
+
+
+@triton.jit
+def _groups(spans, first_row, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The spans that a tile of rows needs, as bits; where a step takes several spans, one bit for them all."""
+    UNITS: tl.constexpr = (BLOCK_M + UNIT - 1) // UNIT
+    bits = tl.load(spans + first_row // UNIT, mask=first_row < rows, other=0)
+    for unit in tl.static_range(1, UNITS):
+        bits |= tl.load(spans + first_row // UNIT + unit, mask=first_row + unit * UNIT < rows, other=0)
+    bits = bits.to(tl.uint32, bitcast=True)
+    if BLOCK_K > SPAN:
+        bits = (bits | bits >> 1) & 0x55555555
+    if BLOCK_K > 2 * SPAN:
+        bits = (bits | bits >> 2) & 0x11111111
+    return bits
+
+
+@triton.jit
+def _count(bits):
+    """How many bits are set."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _most(spans, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The most steps over h that any tile of rows needs."""
+    most = 0
+    for first in range(0, rows, BLOCK_M * 128):
+        bits = _groups(spans, first + tl.arange(0, 128) * BLOCK_M, rows, BLOCK_M, BLOCK_K)
+        most = tl.maximum(most, tl.max(_count(bits), 0))
+    return most
+
+
+@triton.jit
+def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Steps over h where each may be needed: of all columns, or those of ACTIVE adapters where none shares a step."""
+    R: tl.constexpr = 16
+    ALL: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
+    LISTED: tl.constexpr = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
+    APART: tl.constexpr = ACTIVE <= 1 or R % BLOCK_K == 0
+    return LISTED if APART and LISTED < ALL else ALL
+
+
+@triton.jit
+def _column(step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
+    if SPARSE:
+        rest = left & (left - 1)
+        lowest = tl.maximum(left ^ rest, 1)
+        column = tl.where(left == 0, COLUMNS, tl.log2(lowest.to(tl.float32)).to(tl.int32) * SPAN)
+        left = rest
+    elif _steps(ACTIVE, RANK, BLOCK_K) * BLOCK_K < COLUMNS:
+        R: tl.constexpr = 16
+        EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
+        slot = tl.load(active + step // EACH)
+        column = tl.where(slot < 0, COLUMNS, slot * R + step % EACH * BLOCK_K)
     else:
-        slot = tl.load(active + entry)
-        own = (own_slot[None, :] == slot[:, None]) & (slot >= 0)[:, None]
-        wanted = (slot >= 0) & (column < COLUMNS)
-    wanted = wanted & (r < tl.load(rank + slot * SLICES + part, mask=wanted, other=0))
-    own_scale = tl.load(scale + slot * SLICES + part, mask=wanted, other=0.0)
-    a_row = a + (slot * (SLICES * R) + part * R + r).to(tl.int64) * K
-    if PDL:
-        # x is the previous kernel's; once it is there, the projection may start on its base
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-    k = tl.arange(0, BLOCK_K)
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if tl.max(wanted.to(tl.int32), axis=0) > 0:
-        for start in range(0, K, BLOCK_K):
-            a_tile = tl.load(a_row[:, None] + (start + k)[None, :], mask=wanted[:, None], other=0.0)
-            x_tile = tl.load(x_at + start, mask=live[None, :], other=0.0)
-            acc = tl.dot(a_tile, x_tile, acc, input_precision="ieee")
-
-    at = row[None, :] * COLUMNS + column[:, None]
-    inside_h = (column < COLUMNS)[:, None]
-    tl.store(h + at, tl.where(own, acc * own_scale[:, None], 0.0).to(h.dtype.element_ty), mask=inside_h)
+        column = step * BLOCK_K
+    return column, left
 
 
-SHRINK_QKV_PROJ = Kernel(
-    shrink_qkv_proj,
-    {
-        "x": "*fp32",
-        "x_stride": "i32",
-        "a": "*fp32",
-        "rank": "*i32",
-        "scale": "*fp32",
-        "row_slot": "*i32",
-        "active": "*i32",
-        "h": "*fp32",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 8, 1, 4, 4, True, 1, 16, 16, 16, 64, 1),
-        (32, 8, 1, 4, 4, True, 1, 32, 16, 16, 64, 1),
-        (16, 16, 1, 4, 4, True, 1, 16, 16, 16, 64, 1),
-        (32, 16, 1, 4, 4, True, 1, 32, 16, 16, 64, 1),
-        (16, 8, 3, 4, 4, True, 4, 16, 16, 32, 64, 1),
-        (32, 8, 3, 4, 4, True, 4, 32, 16, 64, 64, 1),
-        (16, 16, 3, 4, 4, True, 4, 16, 16, 32, 64, 1),
-        (32, 16, 3, 4, 4, True, 4, 32, 16, 64, 64, 1),
-    ),
-)
+@triton.jit
+def _not_before(value):
+    """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["x_stride", "rows"])
-def project_qkv_proj(
-    x, x_stride, weight, b, active, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj.
-
-    One program: BLOCK_N outputs of one slice, all rows; the tile of W is the wide operand of the dot. The sum over c =
-    (entry, r) takes all active adapters at once: h is zero where a row is another's, so that base rows add exact zeros.
-    With ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: the base is
-    summed before the wait.
-    """
-    K: tl.constexpr = 64
-    N: tl.constexpr = 128
-    SLICES: tl.constexpr = 3
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    tile = tl.program_id(0)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-    width = 64
-    # k_proj
-    FIRST_1: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N
-    if tile >= FIRST_1:
-        part = 1
-        tile_in_slice = tile - FIRST_1
-        start = 64
-        width = 32
-    # v_proj
-    FIRST_2: tl.constexpr = FIRST_1 + (32 + BLOCK_N - 1) // BLOCK_N
-    if tile >= FIRST_2:
-        part = 2
-        tile_in_slice = tile - FIRST_2
-        start = 96
-        width = 32
-
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = tl.arange(0, BLOCK_M)
-    live = row < rows
-    k = tl.arange(0, BLOCK_K)
-    w_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
-    x_at = x + row[None, :].to(tl.int64) * x_stride + k[:, None]
-    if WIDTH > 0 and WIDTH == CHUNK:
-        # all of B's columns at once: on their way while the base is summed
-        b_early = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL and WIDTH == 0:
-        tl.extra.cuda.gdc_wait()
-    for first in range(0, K, BLOCK_K):
-        w_tile = tl.load(w_at + first, mask=(within < width)[:, None], other=0.0)
-        x_tile = tl.load(x_at + first, mask=live[None, :], other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
-
-    if PDL and WIDTH > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        h_at = h + row[None, :] * (SLICES * WIDTH) + part * WIDTH + tl.arange(0, CHUNK)[:, None]
-        if WIDTH == CHUNK:
-            h_tile = tl.load(h_at, cache_modifier=".cg")
-            if PDL:
-                b_early = _not_before(b_early)
-            acc = tl.dot(b_early, h_tile, acc, input_precision="ieee")
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=3):
-                b_tile = _b_tile(b, active, n, within < width, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = tl.load(h_at + first, cache_modifier=".cg")
-                acc = tl.dot(b_tile, h_tile, acc, input_precision="ieee")
-    elif PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=live[None, :] & (within < width)[:, None])
-
-
-PROJECT_QKV_PROJ = Kernel(
-    project_qkv_proj,
-    {
-        "x": "*fp32",
-        "x_stride": "i32",
-        "weight": "*fp32",
-        "b": "*fp32",
-        "active": "*i32",
-        "h": "*fp32",
-        "y": "*fp32",
-        "rows": "i32",
-    },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 4, True, 0, 16, 16, 64, 64, 128, 1),
-        (32, 0, 0, 4, 4, True, 0, 32, 16, 64, 64, 128, 1),
-        (16, 8, 1, 4, 4, True, 1, 16, 16, 64, 64, 128, 1),
-        (32, 8, 1, 4, 4, True, 1, 32, 16, 64, 64, 128, 1),
-        (16, 16, 1, 4, 4, True, 1, 16, 16, 64, 64, 128, 1),
-        (32, 16, 1, 4, 4, True, 1, 32, 16, 64, 64, 128, 1),
-        (16, 8, 3, 4, 4, True, 4, 16, 16, 64, 64, 128, 1),
-        (32, 8, 3, 4, 4, True, 4, 32, 16, 64, 64, 128, 1),
-        (16, 16, 3, 4, 4, True, 4, 16, 16, 64, 64, 128, 1),
-        (32, 16, 3, 4, 4, True, 4, 32, 16, 64, 64, 128, 1),
-    ),
-)
+# qkv_proj: 64 -> q_proj 64 | k_proj 32 | v_proj 32
 
 
 @triton.jit
 def _tile_project_qkv_proj_tile(
-    number, x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, ONE: tl.constexpr,
+    number, x, weight, h, b, active, spans, most, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. ONE: the launches around it overlap with it."""
-    K: tl.constexpr = 64
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 128
-    SLICES: tl.constexpr = 3
-    R: tl.constexpr = 16
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = ONE and ACTIVE > 0  # it waits for h once the base is summed
+    STEPS: tl.constexpr = (64 + BLOCK_K - 1) // BLOCK_K
     TILES: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -311,103 +143,83 @@ def _tile_project_qkv_proj_tile(
         start = 96
         width = 32
 
+    first_row = tile_m * BLOCK_M
+    first_n = start + tile_in_slice * BLOCK_N
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(STEPS + most):
+        k = step * BLOCK_K
+        from_row = first_row
+        row_tiles = x
+        column_tiles = weight
+        if ACTIVE > 0:
+            # the same sum goes on over the columns of h and B, and so in the same pipeline
+            if step >= STEPS:
+                if LATE:
+                    tl.extra.cuda.gdc_wait()
+                    if EARLY:
+                        tl.extra.cuda.gdc_launch_dependents()
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                from_row = part * rows + first_row
+                row_tiles = h
+                column_tiles = b
+        row_tile = row_tiles.load([from_row, k])
+        column_tile = column_tiles.load([first_n, k])
+        if WIDE:
+            acc = tl.dot(column_tile, row_tile.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(row_tile, column_tile.T, acc, input_precision="ieee")
+
+    row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    if WIDTH > 0:
-        own = tl.load(row_slot + row, mask=row < rows, other=-1)
-        h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-        if CHUNK == 0:
-            slot = _next_slot(own, -1)
-        if LATE:
-            # on its way while the base is summed
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x_tile = x.load([tile_m * BLOCK_M, k])
-        acc = tl.dot(x_tile, weight.load([start + tile_in_slice * BLOCK_N, k]).T, acc, input_precision="ieee")
-
-    if ONE:
-        tl.extra.cuda.gdc_launch_dependents()
-    if LATE:
-        tl.extra.cuda.gdc_wait()
-    if WIDTH > 0:
-        if not LATE:
-            if CHUNK == 0 and PIECE == BLOCK_R:
-                b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
-            if AT_ONCE:
-                b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, within < width, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=2):
-                b_tile = _b_tile(b, active, n, within < width, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (within < width)[None, :])
+    if WIDE:
+        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
+        mask = (row < rows)[None, :] & (within < width)[:, None]
+    else:
+        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+        mask = (row < rows)[:, None] & (within < width)[None, :]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_qkv_proj(
-    x, weight, b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+    x, weight, h, b, active, spans, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_r h[row, r] * B[slot of the row, n, r], for qkv_proj.
+    """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj; with ACTIVE 0 no LoRA.
 
-    One program: one tile, or with LOOP one after another. The last sum takes the columns of all active adapters,
-    BLOCK_C at a time, with h zero where a row is another's; with BLOCK_C 0 those of the tile's adapters alone. With
-    ACTIVE 0 there is no LoRA in it. h comes from the launch before, which has itself waited for x: one tile is summed
-    before the wait.
+    The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
+    operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
+    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch after
+    may begin with the steps over h, not at the end.
     """
-    if LOOP:
-        # programs take the next tile when they are done with one, and so do not overlap with the launches around
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    # h comes from the launch before, which has itself waited for x
+    LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
+    if PDL and not LATE:
+        tl.extra.cuda.gdc_wait()
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    if LOOP or DYNAMIC:
         TILES: tl.constexpr = (
             (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
         )
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
-        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=ACTIVE == 0):
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R, BLOCK_N,
-                BLOCK_K, BLOCK_C, False,
+                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+                BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
     else:
-        if PDL and ACTIVE == 0:
-            tl.extra.cuda.gdc_wait()
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, b, active, row_slot, h, y, rows, ACTIVE, BLOCK_M, BLOCK_R,
-            BLOCK_N, BLOCK_K, BLOCK_C, PDL > 0,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
+            BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
+    if LATE and DYNAMIC:
+        tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
+    if PDL and not (LATE and EARLY):
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 TILE_PROJECT_QKV_PROJ = Kernel(
@@ -415,74 +227,78 @@ TILE_PROJECT_QKV_PROJ = Kernel(
     {
         "x": "tile<fp32>[BLOCK_M, BLOCK_K]",
         "weight": "tile<fp32>[BLOCK_N, BLOCK_K]",
-        "b": "*fp32",
+        "h": "tile<fp32>[BLOCK_M, BLOCK_K]",
+        "b": "tile<fp32>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
-        "row_slot": "*i32",
-        "h": "*fp32",
+        "spans": "*i32",
         "y": "*fp32",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "BLOCK_C", "LOOP", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 0, 0, 4, 4, True, 0, 64, 16, 32, 64, 128, 0, 1),
-        (128, 0, 0, 4, 3, True, 0, 64, 16, 64, 64, 64, 0, 1),
-        (256, 0, 0, 4, 2, True, 0, 128, 16, 64, 64, 64, 0, 1),
-        (1024, 0, 0, 8, 2, True, 0, 128, 16, 64, 64, 0, 0, 1),
-        (0, 0, 0, 8, 2, True, 0, 128, 16, 64, 64, 0, 1, 1),
-        (64, 8, 1, 4, 4, True, 1, 64, 16, 32, 64, 128, 0, 1),
-        (128, 8, 1, 4, 3, True, 1, 64, 16, 64, 64, 64, 0, 1),
-        (256, 8, 1, 4, 2, True, 1, 128, 16, 64, 64, 64, 0, 1),
-        (1024, 8, 1, 8, 2, True, 1, 128, 16, 64, 64, 0, 0, 1),
-        (0, 8, 1, 8, 2, True, 1, 128, 16, 64, 64, 0, 1, 1),
-        (64, 16, 1, 4, 4, True, 1, 64, 16, 32, 64, 128, 0, 1),
-        (128, 16, 1, 4, 3, True, 1, 64, 16, 64, 64, 64, 0, 1),
-        (256, 16, 1, 4, 2, True, 1, 128, 16, 64, 64, 64, 0, 1),
-        (1024, 16, 1, 8, 2, True, 1, 128, 16, 64, 64, 0, 0, 1),
-        (0, 16, 1, 8, 2, True, 1, 128, 16, 64, 64, 0, 1, 1),
-        (64, 8, 3, 4, 4, True, 4, 64, 16, 32, 64, 128, 0, 1),
-        (128, 8, 3, 4, 3, True, 4, 64, 16, 64, 64, 64, 0, 1),
-        (256, 8, 3, 4, 2, True, 4, 128, 16, 64, 64, 64, 0, 1),
-        (1024, 8, 3, 8, 2, True, 4, 128, 16, 64, 64, 0, 0, 1),
-        (0, 8, 3, 8, 2, True, 4, 128, 16, 64, 64, 0, 1, 1),
-        (64, 16, 3, 4, 4, True, 4, 64, 16, 32, 64, 128, 0, 1),
-        (128, 16, 3, 4, 3, True, 4, 64, 16, 64, 64, 64, 0, 1),
-        (256, 16, 3, 4, 2, True, 4, 128, 16, 64, 64, 64, 0, 1),
-        (1024, 16, 3, 8, 2, True, 4, 128, 16, 64, 64, 0, 0, 1),
-        (0, 16, 3, 8, 2, True, 4, 128, 16, 64, 64, 0, 1, 1),
+        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 64, 0, 1, 1),
+        (32, 0, 0, 4, 4, True, 0, 0, 0, 1, 32, 64, 64, 0, 1, 1),
+        (64, 0, 0, 4, 3, True, 0, 0, 0, 1, 64, 64, 64, 0, 1, 1),
+        (128, 0, 0, 4, 3, True, 0, 0, 0, 1, 64, 64, 64, 0, 0, 1),
+        (256, 0, 0, 4, 2, True, 0, 0, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 0, 0, 8, 2, True, 0, 0, 1, 0, 128, 64, 64, 1, 1, 1),
+        (16, 8, 1, 4, 4, True, 1, 8, 0, 1, 16, 64, 64, 0, 1, 1),
+        (32, 8, 1, 4, 4, True, 1, 8, 0, 1, 32, 64, 64, 0, 1, 1),
+        (64, 8, 1, 4, 3, True, 1, 8, 0, 1, 64, 64, 64, 0, 1, 1),
+        (128, 8, 1, 4, 3, True, 1, 8, 0, 1, 64, 64, 64, 0, 0, 1),
+        (256, 8, 1, 4, 2, True, 1, 8, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 8, 1, 8, 2, True, 1, 8, 1, 0, 128, 64, 64, 1, 1, 1),
+        (16, 16, 1, 4, 4, True, 1, 16, 0, 1, 16, 64, 64, 0, 1, 1),
+        (32, 16, 1, 4, 4, True, 1, 16, 0, 1, 32, 64, 64, 0, 1, 1),
+        (64, 16, 1, 4, 3, True, 1, 16, 0, 1, 64, 64, 64, 0, 1, 1),
+        (128, 16, 1, 4, 3, True, 1, 16, 0, 1, 64, 64, 64, 0, 0, 1),
+        (256, 16, 1, 4, 2, True, 1, 16, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 16, 1, 8, 2, True, 1, 16, 1, 0, 128, 64, 64, 1, 1, 1),
+        (16, 8, 3, 4, 4, True, 4, 8, 0, 1, 16, 64, 64, 0, 1, 1),
+        (32, 8, 3, 4, 4, True, 4, 8, 0, 1, 32, 64, 64, 0, 1, 1),
+        (64, 8, 3, 4, 3, True, 4, 8, 0, 1, 64, 64, 64, 0, 1, 1),
+        (128, 8, 3, 4, 3, True, 4, 8, 0, 1, 64, 64, 64, 0, 0, 1),
+        (256, 8, 3, 4, 2, True, 4, 8, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 8, 3, 8, 2, True, 4, 8, 1, 0, 128, 64, 64, 1, 1, 1),
+        (16, 16, 3, 4, 4, True, 4, 16, 0, 1, 16, 64, 64, 0, 1, 1),
+        (32, 16, 3, 4, 4, True, 4, 16, 0, 1, 32, 64, 64, 0, 1, 1),
+        (64, 16, 3, 4, 3, True, 4, 16, 0, 1, 64, 64, 64, 0, 1, 1),
+        (128, 16, 3, 4, 3, True, 4, 16, 0, 1, 64, 64, 64, 0, 0, 1),
+        (256, 16, 3, 4, 2, True, 4, 16, 0, 0, 128, 64, 64, 0, 0, 1),
+        (0, 16, 3, 8, 2, True, 4, 16, 1, 0, 128, 64, 64, 1, 1, 1),
     ),
 )
 
 
 @triton.jit(do_not_specialize=["x_stride", "blocks", "rows"])
 def tile_shrink_qkv_proj(
-    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, h, blocks, rows,
+    x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h,
+    blocks, rows,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[row, part, r] = scale * sum_k x[row, k] * A[slot, part, r, k] of every row with an adapter, for qkv_proj.
+    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
+    slot's, for qkv_proj.
 
-    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r). Base rows of h are not written: who reads h
-    leaves them out.
+    One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r). The last programs write the zeros, each those
+    of UNIT rows, base rows among them.
     """
     K: tl.constexpr = 64
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 16
-    COLUMNS: tl.constexpr = SLICES * BLOCK_R
+    WIDTH: tl.constexpr = SLICES * BLOCK_R
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
-    segment = tl.program_id(0) // blocks
-    first_row = tl.load(seg_start + segment) + tl.program_id(0) % blocks * BLOCK_M
-    end = tl.load(seg_end + segment)
-    slot = tl.load(seg_slot + segment).to(tl.int64)
-    if PDL:
-        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if (slot < 0) | (first_row >= end):
-        return
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
+    tile = tl.program_id(0)
+    segment = tile // TILES // blocks
+    first_row = tl.load(seg_start + segment, mask=unit < 0, other=0) + tile // TILES % blocks * BLOCK_M
+    end = tl.load(seg_end + segment, mask=unit < 0, other=0)
+    slot = tl.maximum(tl.load(seg_slot + segment, mask=unit < 0, other=0), 0).to(tl.int64)  # -1 where there are no rows
 
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_h = column < COLUMNS
+    column = tile % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_h = column < WIDTH
     part = column // BLOCK_R
     r = column % BLOCK_R
     wanted = r < tl.load(rank + slot * SLICES + part, mask=inside_h, other=0)
@@ -493,15 +309,32 @@ def tile_shrink_qkv_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
+    SHARE: tl.constexpr = K
+    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
+    if ONE_STEP:
+        # on its way while the kernel before ends: adapters do not depend on it
+        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
+    if PDL:
+        # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if unit >= 0:
+        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        return
+    if first_row >= end:
+        return
+
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(0, SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        if not ONE_STEP:
+            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
 
-    at = row[:, None] * COLUMNS + column[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
     mask = live[:, None] & inside_h[None, :]
-    tl.store(h + at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask)
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
 
 
 TILE_SHRINK_QKV_PROJ = Kernel(
@@ -516,6 +349,7 @@ TILE_SHRINK_QKV_PROJ = Kernel(
         "seg_slot": "*i32",
         "seg_start": "*i32",
         "seg_end": "*i32",
+        "row_slot": "*i32",
         "h": "*fp32",
         "blocks": "i32",
         "rows": "i32",
@@ -523,9 +357,11 @@ TILE_SHRINK_QKV_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 8, -1, 4, 4, True, 16, 16, 64, 64, 1),
+        (128, 8, -1, 4, 4, True, 16, 16, 64, 64, 1),
+        (256, 8, -1, 4, 4, True, 32, 16, 64, 64, 1),
         (0, 8, -1, 4, 3, True, 64, 16, 64, 64, 1),
-        (256, 16, -1, 4, 4, True, 16, 16, 64, 64, 1),
+        (128, 16, -1, 4, 4, True, 16, 16, 64, 64, 1),
+        (256, 16, -1, 4, 4, True, 32, 16, 64, 64, 1),
         (0, 16, -1, 4, 3, True, 64, 16, 64, 64, 1),
     ),
 )
@@ -533,22 +369,16 @@ TILE_SHRINK_QKV_PROJ = Kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_expand_qkv_proj(
-    b, active, row_slot, h, y, rows,
-    ACTIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    h, b, active, spans, row_slot, y, rows,
+    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[row, n] += sum_r h[row, r] * B[slot of the row, n, r] where the library had the base, for qkv_proj.
+    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for qkv_proj.
 
-    One program: one tile, whose last sum is that of `tile_project_qkv_proj`. Base rows of y are not written.
+    One program: one tile, with the last steps of `tile_project_qkv_proj`. Base rows of y are not written.
     """
     N: tl.constexpr = 128
-    SLICES: tl.constexpr = 3
-    R: tl.constexpr = 16
-    WIDTH: tl.constexpr = ACTIVE * BLOCK_R
-    CHUNK: tl.constexpr = WIDTH if WIDTH < BLOCK_C else BLOCK_C
-    AT_ONCE: tl.constexpr = CHUNK > 0 and CHUNK == WIDTH
-    PIECE: tl.constexpr = BLOCK_R if BLOCK_R < 64 else 64  # columns of one adapter at once: registers hold no more
-    LATE: tl.constexpr = PDL > 0
+    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
     TILES: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -570,76 +400,48 @@ def tile_expand_qkv_proj(
         start = 96
         width = 32
 
+    first_row = tile_m * BLOCK_M
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = first_row + tl.arange(0, BLOCK_M)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    h_row = h + row[:, None].to(tl.int64) * (SLICES * BLOCK_R) + part * BLOCK_R
-    if CHUNK == 0:
-        slot = _next_slot(own, -1)
-        if PIECE == BLOCK_R:
-            b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
-    if AT_ONCE:
-        b_tile = _b_tile(b, active, n, within < width, 0, ACTIVE, BLOCK_R, CHUNK)
+    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
+    adapted = (own >= 0)[:, None] & (within < width)[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None] & (within < width)[None, :]
+    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
+    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    if WIDTH > 0:
-        if CHUNK == 0:
-            # adapter by adapter: of those that the tile's rows have
-            while slot < NO_SLOT:
-                mine = (own == slot)[:, None]
-                h_at = h_row + tl.arange(0, PIECE)[None, :]
-                if PIECE == BLOCK_R:
-                    h_tile = tl.load(h_at, mask=mine, other=0.0, cache_modifier=".cg")
-                    if LATE:
-                        b_tile = _not_before(b_tile)
-                    acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-                    slot = _next_slot(own, slot)
-                    b_tile = _b_of(b, slot, n, within < width, 0, R, PIECE)
-                else:
-                    for first in tl.range(0, BLOCK_R, PIECE, num_stages=1):
-                        h_tile = tl.load(h_at + first, mask=mine, other=0.0, cache_modifier=".cg")
-                        b_tile = _b_of(b, slot, n, within < width, first, R, PIECE)
-                        acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-                    slot = _next_slot(own, slot)
-        elif AT_ONCE:
-            h_tile = _h_tile(h_row, own, active, 0, ACTIVE, BLOCK_R, CHUNK)
-            if LATE:
-                b_tile = _not_before(b_tile)
-            acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
-        else:
-            for first in tl.range(0, WIDTH, CHUNK, num_stages=2):
-                b_tile = _b_tile(b, active, n, within < width, first, ACTIVE, BLOCK_R, CHUNK)
-                h_tile = _h_tile(h_row, own, active, first, ACTIVE, BLOCK_R, CHUNK)
-                acc = tl.dot(h_tile, b_tile.T, acc, input_precision="ieee")
+    for step in range(steps):
+        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
+        h_tile = h.load([part * rows + first_row, column])
+        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc, input_precision="ieee")
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
 
 
 TILE_EXPAND_QKV_PROJ = Kernel(
     tile_expand_qkv_proj,
     {
-        "b": "*fp32",
+        "h": "tile<fp32>[BLOCK_M, BLOCK_K]",
+        "b": "tile<fp32>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
+        "spans": "*i32",
         "row_slot": "*i32",
-        "h": "*fp32",
         "y": "*fp32",
         "rows": "i32",
     },
-    ("ACTIVE", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_C", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 8, 1, 4, 2, True, 1, 128, 16, 64, 64, 1),
-        (0, 8, 1, 4, 2, True, 1, 64, 16, 64, 0, 1),
-        (256, 16, 1, 4, 2, True, 1, 128, 16, 64, 64, 1),
-        (0, 16, 1, 4, 2, True, 1, 64, 16, 64, 0, 1),
-        (256, 8, 3, 4, 2, True, 4, 128, 16, 64, 64, 1),
-        (0, 8, 3, 4, 2, True, 4, 64, 16, 64, 0, 1),
-        (256, 16, 3, 4, 2, True, 4, 128, 16, 64, 64, 1),
-        (0, 16, 3, 4, 2, True, 4, 64, 16, 64, 0, 1),
+        (256, 8, 1, 4, 2, True, 1, 8, 0, 128, 64, 64, 1),
+        (0, 8, 1, 8, 2, True, 1, 8, 1, 128, 64, 64, 1),
+        (256, 16, 1, 4, 2, True, 1, 16, 0, 128, 64, 64, 1),
+        (0, 16, 1, 8, 2, True, 1, 16, 1, 128, 64, 64, 1),
+        (256, 8, 3, 4, 2, True, 4, 8, 0, 128, 64, 64, 1),
+        (0, 8, 3, 8, 2, True, 4, 8, 1, 128, 64, 64, 1),
+        (256, 16, 3, 4, 2, True, 4, 16, 0, 128, 64, 64, 1),
+        (0, 16, 3, 8, 2, True, 4, 16, 1, 128, 64, 64, 1),
     ),
 )
 
@@ -862,20 +664,22 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     )
 
 
-def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """As `linear_qkv_proj`, for many rows: weights are read in tiles that several rows share."""
+def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    """x [rows, 64] @ weight.T + LoRA of x, [rows, 128]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    b = b.view(128, 48)
+    rows, index = x.shape[0], batch.map
+    h = x  # not read without adapters
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
-        tiles = cdiv(columns, shrink.BLOCK_N)
+        tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
+        h = scratch("h", 3 * rows * b.shape[1], x.dtype)
+        h = h[: 3 * rows * b.shape[1]].view(-1, b.shape[1])
         TILE_SHRINK_QKV_PROJ.run(
             shrink,
-            (segments * blocks, tiles),
+            (tiles + cdiv(rows, UNIT.value),),
             x=x,
             x_stride=x.stride(0) // 16,
             a=a,
@@ -885,10 +689,28 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
             seg_slot=index.seg_slot,
             seg_start=index.seg_start,
             seg_end=index.seg_end,
+            row_slot=index.row_slot,
             h=h,
             blocks=blocks,
             rows=rows,
         )
+    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
+        y = torch.nn.functional.linear(x, weight)
+        if batch.adapters:
+            expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+            tiles = cdiv(64, expand.BLOCK_N) + cdiv(32, expand.BLOCK_N) + cdiv(32, expand.BLOCK_N)
+            TILE_EXPAND_QKV_PROJ.run(
+                expand,
+                (tiles * cdiv(rows, expand.BLOCK_M),),
+                h=h,
+                b=b,
+                active=index.active,
+                spans=index.spans,
+                row_slot=index.row_slot,
+                y=y,
+                rows=rows,
+            )
+        return y
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
     y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
@@ -898,52 +720,10 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
         (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        h=h,
         b=b,
         active=index.active,
-        row_slot=index.row_slot,
-        h=h,
-        y=y,
-        rows=rows,
-    )
-    return y
-
-
-def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
-    """x [rows, 64] @ weight.T + LoRA of x, [rows, 128]: one GEMM whose epilogue expands."""
-    rows = x.shape[0]
-    if rows > 32:
-        return tiles_qkv_proj(x, weight, slot, batch, scratch)
-    a, b, rank, scale = slot
-    index = batch.map
-    launch = PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 3 * launch.BLOCK_R, x.dtype)
-    if batch.adapters:
-        shrink = SHRINK_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(shrink.ACTIVE * 3 * shrink.BLOCK_R, shrink.BLOCK_N)
-        SHRINK_QKV_PROJ.run(
-            shrink,
-            (tiles,),
-            x=x,
-            x_stride=x.stride(0) // 16,
-            a=a,
-            rank=rank,
-            scale=scale,
-            row_slot=index.row_slot,
-            active=index.active,
-            h=h,
-            rows=rows,
-        )
-    y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
-    tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
-    PROJECT_QKV_PROJ.run(
-        launch,
-        (tiles,),
-        x=x,
-        x_stride=x.stride(0) // 16,
-        weight=weight,
-        b=b,
-        active=index.active,
-        h=h,
+        spans=index.spans,
         y=y,
         rows=rows,
     )
@@ -2314,6 +2094,10 @@ EXPERT_ADD = {
     "experts_down": add_experts_down,
 }
 
+# rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again
+LIBRARY = {
+    "qkv_proj": ((257, 512),),
+}
 LINEAR = {
     "qkv_proj": linear_qkv_proj,
 }
@@ -2321,8 +2105,6 @@ ADD = {
     "qkv_proj": add_qkv_proj,
 }
 KERNELS = (
-    SHRINK_QKV_PROJ,
-    PROJECT_QKV_PROJ,
     TILE_PROJECT_QKV_PROJ,
     TILE_SHRINK_QKV_PROJ,
     TILE_EXPAND_QKV_PROJ,
