@@ -35,11 +35,11 @@ class Measurer:
         wanted = self.adapters if site.adapters == ANY_ADAPTERS else [site.adapters]
         counts = sorted({min(count, site.rows) for count in wanted})
         steps = [self.workload.step(site.backend, site.rows, count, site.rank) for count in counts]
-        self._install(steps[0], chosen)
+        self._install(steps, chosen)
         call = self._call(steps[0], site)
         graphs, problems, pool = [], [], torch.cuda.graph_pool_handle()
         for launch in [chosen[site], *tried]:
-            self._install(steps[0], chosen | {site: launch})
+            self._install(steps, chosen | {site: launch})
             problem = next(filter(None, (self._wrong(step, site, call) for step in steps)), "")
             problems.append(problem)
             graphs.append(None if problem else capture(lambda: self._run(steps, site.module, call), pool))
@@ -78,28 +78,33 @@ class Measurer:
         error = self.workload.error(step, site.module, y)
         return "" if error <= TOLERANCE[y.dtype] else f"wrong: a row's relative error is {error:.1e}"
 
-    def _install(self, step: Step, chosen: dict[Site, Planned]) -> None:
+    def _install(self, steps: list[Step], chosen: dict[Site, Planned]) -> None:
         """Make the kernels launch these configurations alone; kept, for compiled code goes with a launch."""
         tables: dict[Kernel, list[tuple]] = {}
         for site in sorted(chosen):  # a kernel's narrow bounds come first
-            tables.setdefault(self._kernel(step, site.kernel), []).extend(self.rows(site, chosen[site]))
+            tables.setdefault(self._kernel(steps[0], site.kernel), []).extend(self.rows(site, chosen[site]))
         for kernel, rows in tables.items():
             for row in rows:
                 if (kernel, row) not in self._launches:
                     self._launches[kernel, row] = runtime_launch(kernel, row)
             kernel.launches = tuple(self._launches[kernel, row] for row in rows)
+        for step in steps:
+            step.scratch.forget()  # launches bound to other configurations
 
     def _kernel(self, step: Step, name: str) -> Kernel:
         return next(kernel for kernel in step.backend.KERNELS if kernel.name == name)
 
 
 def _launches(kernel: Kernel, run: Callable[[], object]) -> bool:
-    """Whether `run` launches the kernel."""
+    """Whether `run`, before which nothing is bound, launches the kernel."""
     seen = []
-    launch = kernel.run
-    kernel.run = lambda *args, **kwargs: (seen.append(1), launch(*args, **kwargs))
+
+    def noting(launch: Callable) -> Callable:
+        return lambda *args, **kwargs: (seen.append(1), launch(*args, **kwargs))[1]
+
+    kernel.run, kernel.bind = noting(kernel.run), noting(kernel.bind)
     try:
         run()
     finally:
-        del kernel.run
+        del kernel.run, kernel.bind
     return bool(seen)

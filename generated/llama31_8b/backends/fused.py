@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv, processors
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.bound import Launches, bound
+from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Bounds
 
 
 @triton.jit
@@ -830,23 +832,24 @@ SEGMENT_EXPAND_QKV_PROJ = Kernel(
 )
 
 
-def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 6144] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_QKV_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 3 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 3 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 3 * cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 3 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_QKV_PROJ.run(
+    first = SEGMENT_SHRINK_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -863,7 +866,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     launch = SEGMENT_EXPAND_QKV_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
-    SEGMENT_EXPAND_QKV_PROJ.run(
+    last = SEGMENT_EXPAND_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -874,32 +877,40 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+def tiles_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """As `linear_qkv_proj`, for many rows: weights are read in tiles that several rows share, by the library at some
     sizes.
     """
     a, b, rank, scale = slot
     rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    h = scratch("h", 0, torch.bfloat16)
+    y = Moving((rows, 6144), (6144, 1))
+    first = nothing
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
+        h = scratch("h", rows * columns, torch.bfloat16)
         tiles = cdiv(columns, shrink.BLOCK_N)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_QKV_PROJ.run(
+        first = TILE_SHRINK_QKV_PROJ.bind(
             shrink,
             (segments * blocks, tiles, shrink.SPLIT_K),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -915,28 +926,34 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
         )
     if any(least <= rows <= most for least, most in ((129, 512),)):
         # cuBLAS is faster by more than it costs to read y again
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(4096, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N)
-            TILE_EXPAND_QKV_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                b=b,
-                active=index.active,
-                row_slot=index.row_slot,
-                h=h,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(4096, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N)
+        last = TILE_EXPAND_QKV_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            b=b,
+            active=index.active,
+            row_slot=index.row_slot,
+            h=h,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_QKV_PROJ.run(
+    last = TILE_PROJECT_QKV_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(h.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         b=b,
@@ -946,10 +963,18 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
-def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+@bound
+def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 6144]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
     if rows > 32:
@@ -957,18 +982,19 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 3 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 3 * launch.BLOCK_R, torch.bfloat16)
+    first = nothing
     if batch.adapters:
         shrink = SHRINK_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 3 * shrink.BLOCK_R, shrink.BLOCK_N)
         columns = shrink.ACTIVE * 3 * shrink.BLOCK_R
         parts = scratch("parts", shrink.SPLIT_K * shrink.BLOCK_M * columns, torch.float32)
         ticks = scratch("ticks", tiles, torch.int32, zero=True)
-        SHRINK_QKV_PROJ.run(
+        first = SHRINK_QKV_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -979,21 +1005,27 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             ticks=ticks,
             rows=rows,
         )
-    y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
-    PROJECT_QKV_PROJ.run(
+    last = PROJECT_QKV_PROJ.bind(
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         weight=weight,
         b=b,
         active=index.active,
         h=h,
-        y=y,
+        y=Moving((rows, 6144), (6144, 1)),
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 # o_proj: 4096 -> o_proj 4096
@@ -1697,23 +1729,24 @@ SEGMENT_EXPAND_O_PROJ = Kernel(
 )
 
 
-def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 4096] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_O_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 1 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_O_PROJ.run(
+    first = SEGMENT_SHRINK_O_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -1730,7 +1763,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
     launch = SEGMENT_EXPAND_O_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N)
-    SEGMENT_EXPAND_O_PROJ.run(
+    last = SEGMENT_EXPAND_O_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -1741,30 +1774,38 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+def tiles_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """As `linear_o_proj`, for many rows: weights are read in tiles that several rows share."""
     a, b, rank, scale = slot
     rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    h = scratch("h", 0, torch.bfloat16)
+    y = Moving((rows, 4096), (4096, 1))
+    first = nothing
     if batch.adapters:
         shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
+        h = scratch("h", rows * columns, torch.bfloat16)
         tiles = cdiv(columns, shrink.BLOCK_N)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_O_PROJ.run(
+        first = TILE_SHRINK_O_PROJ.bind(
             shrink,
             (segments * blocks, tiles, shrink.SPLIT_K),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -1779,12 +1820,11 @@ def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batc
             rows=rows,
         )
     launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_O_PROJ.run(
+    last = TILE_PROJECT_O_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(h.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         b=b,
@@ -1794,10 +1834,18 @@ def tiles_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batc
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
-def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+@bound
+def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 4096]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
     if rows > 32:
@@ -1805,18 +1853,19 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 1 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 1 * launch.BLOCK_R, torch.bfloat16)
+    first = nothing
     if batch.adapters:
         shrink = SHRINK_O_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 1 * shrink.BLOCK_R, shrink.BLOCK_N)
         columns = shrink.ACTIVE * 1 * shrink.BLOCK_R
         parts = scratch("parts", shrink.SPLIT_K * shrink.BLOCK_M * columns, torch.float32)
         ticks = scratch("ticks", tiles, torch.int32, zero=True)
-        SHRINK_O_PROJ.run(
+        first = SHRINK_O_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -1827,21 +1876,27 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
             ticks=ticks,
             rows=rows,
         )
-    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
-    PROJECT_O_PROJ.run(
+    last = PROJECT_O_PROJ.bind(
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         weight=weight,
         b=b,
         active=index.active,
         h=h,
-        y=y,
+        y=Moving((rows, 4096), (4096, 1)),
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 # gate_up_proj: 4096 -> gate_proj 14336 | up_proj 14336
@@ -2565,23 +2620,24 @@ SEGMENT_EXPAND_GATE_UP_PROJ = Kernel(
 )
 
 
-def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 28672] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 2 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 2 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 2 * cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 2 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_GATE_UP_PROJ.run(
+    first = SEGMENT_SHRINK_GATE_UP_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -2598,7 +2654,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
     launch = SEGMENT_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
-    SEGMENT_EXPAND_GATE_UP_PROJ.run(
+    last = SEGMENT_EXPAND_GATE_UP_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -2609,34 +2665,40 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def tiles_gate_up_proj(
-    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
-) -> torch.Tensor:
+    return launch_both
+
+
+def tiles_gate_up_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """As `linear_gate_up_proj`, for many rows: weights are read in tiles that several rows share, by the library at
     some sizes.
     """
     a, b, rank, scale = slot
     rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    h = scratch("h", 0, torch.bfloat16)
+    y = Moving((rows, 28672), (28672, 1))
+    first = nothing
     if batch.adapters:
         shrink = TILE_SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 2 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
+        h = scratch("h", rows * columns, torch.bfloat16)
         tiles = cdiv(columns, shrink.BLOCK_N)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_GATE_UP_PROJ.run(
+        first = TILE_SHRINK_GATE_UP_PROJ.bind(
             shrink,
             (segments * blocks, tiles, shrink.SPLIT_K),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -2652,28 +2714,34 @@ def tiles_gate_up_proj(
         )
     if any(least <= rows <= most for least, most in ((257, 512),)):
         # cuBLAS is faster by more than it costs to read y again
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(14336, expand.BLOCK_N) + cdiv(14336, expand.BLOCK_N)
-            TILE_EXPAND_GATE_UP_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                b=b,
-                active=index.active,
-                row_slot=index.row_slot,
-                h=h,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(14336, expand.BLOCK_N) + cdiv(14336, expand.BLOCK_N)
+        last = TILE_EXPAND_GATE_UP_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            b=b,
+            active=index.active,
+            row_slot=index.row_slot,
+            h=h,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
     tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_GATE_UP_PROJ.run(
+    last = TILE_PROJECT_GATE_UP_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(h.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         b=b,
@@ -2683,12 +2751,18 @@ def tiles_gate_up_proj(
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
-def linear_gate_up_proj(
-    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
-) -> torch.Tensor:
+@bound
+def linear_gate_up_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 28672]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
     if rows > 32:
@@ -2696,18 +2770,19 @@ def linear_gate_up_proj(
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 2 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 2 * launch.BLOCK_R, torch.bfloat16)
+    first = nothing
     if batch.adapters:
         shrink = SHRINK_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 2 * shrink.BLOCK_R, shrink.BLOCK_N)
         columns = shrink.ACTIVE * 2 * shrink.BLOCK_R
         parts = scratch("parts", shrink.SPLIT_K * shrink.BLOCK_M * columns, torch.float32)
         ticks = scratch("ticks", tiles, torch.int32, zero=True)
-        SHRINK_GATE_UP_PROJ.run(
+        first = SHRINK_GATE_UP_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -2718,21 +2793,27 @@ def linear_gate_up_proj(
             ticks=ticks,
             rows=rows,
         )
-    y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
     tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
-    PROJECT_GATE_UP_PROJ.run(
+    last = PROJECT_GATE_UP_PROJ.bind(
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         weight=weight,
         b=b,
         active=index.active,
         h=h,
-        y=y,
+        y=Moving((rows, 28672), (28672, 1)),
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 # down_proj: 14336 -> down_proj 4096
@@ -3435,23 +3516,24 @@ SEGMENT_EXPAND_DOWN_PROJ = Kernel(
 )
 
 
-def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 4096] += LoRA of x [rows, 14336], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_DOWN_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 1 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_DOWN_PROJ.run(
+    first = SEGMENT_SHRINK_DOWN_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -3468,7 +3550,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
     launch = SEGMENT_EXPAND_DOWN_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N)
-    SEGMENT_EXPAND_DOWN_PROJ.run(
+    last = SEGMENT_EXPAND_DOWN_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -3479,32 +3561,40 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+def tiles_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """As `linear_down_proj`, for many rows: weights are read in tiles that several rows share, by the library at
     some sizes.
     """
     a, b, rank, scale = slot
     rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    h = scratch("h", 0, torch.bfloat16)
+    y = Moving((rows, 4096), (4096, 1))
+    first = nothing
     if batch.adapters:
         shrink = TILE_SHRINK_DOWN_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
+        h = scratch("h", rows * columns, torch.bfloat16)
         tiles = cdiv(columns, shrink.BLOCK_N)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_DOWN_PROJ.run(
+        first = TILE_SHRINK_DOWN_PROJ.bind(
             shrink,
             (segments * blocks, tiles, shrink.SPLIT_K),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -3520,28 +3610,34 @@ def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         )
     if any(least <= rows <= most for least, most in ((129, 256),)):
         # cuBLAS is faster by more than it costs to read y again
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(4096, expand.BLOCK_N)
-            TILE_EXPAND_DOWN_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                b=b,
-                active=index.active,
-                row_slot=index.row_slot,
-                h=h,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(4096, expand.BLOCK_N)
+        last = TILE_EXPAND_DOWN_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            b=b,
+            active=index.active,
+            row_slot=index.row_slot,
+            h=h,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_DOWN_PROJ.run(
+    last = TILE_PROJECT_DOWN_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(h.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         b=b,
@@ -3551,12 +3647,18 @@ def tiles_down_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
-def linear_down_proj(
-    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
-) -> torch.Tensor:
+@bound
+def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 14336] @ weight.T + LoRA of x, [rows, 4096]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
     if rows > 32:
@@ -3564,18 +3666,19 @@ def linear_down_proj(
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 1 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 1 * launch.BLOCK_R, torch.bfloat16)
+    first = nothing
     if batch.adapters:
         shrink = SHRINK_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 1 * shrink.BLOCK_R, shrink.BLOCK_N)
         columns = shrink.ACTIVE * 1 * shrink.BLOCK_R
         parts = scratch("parts", shrink.SPLIT_K * shrink.BLOCK_M * columns, torch.float32)
         ticks = scratch("ticks", tiles, torch.int32, zero=True)
-        SHRINK_DOWN_PROJ.run(
+        first = SHRINK_DOWN_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K,),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -3586,21 +3689,27 @@ def linear_down_proj(
             ticks=ticks,
             rows=rows,
         )
-    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
-    PROJECT_DOWN_PROJ.run(
+    last = PROJECT_DOWN_PROJ.bind(
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         weight=weight,
         b=b,
         active=index.active,
         h=h,
-        y=y,
+        y=Moving((rows, 4096), (4096, 1)),
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 LINEAR = {

@@ -6,9 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv, processors
+from lorac.runtime.bound import Launches, bound
+from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Batch, Bounds
 
 
 @triton.jit
@@ -818,20 +820,21 @@ SEGMENT_EXPAND_QKV_PROJ = Kernel(
 )
 
 
-def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 128] += LoRA of x [rows, 64], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_QKV_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 3 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 3 * launch.RANK, torch.float32)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 3 * cdiv(launch.RANK, launch.BLOCK_N)
-    SEGMENT_SHRINK_QKV_PROJ.run(
+    first = SEGMENT_SHRINK_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -846,7 +849,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     launch = SEGMENT_EXPAND_QKV_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
-    SEGMENT_EXPAND_QKV_PROJ.run(
+    last = SEGMENT_EXPAND_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -857,27 +860,35 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+def tiles_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """As `linear_qkv_proj`, for many rows: weights are read in tiles that several rows share."""
     a, b, rank, scale = slot
     rows, segments, index = x.shape[0], batch.grid.segments, batch.map
-    h = scratch("h", 0, x.dtype)
+    h = scratch("h", 0, torch.float32)
+    y = Moving((rows, 128), (128, 1))
+    first = nothing
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
-        h = scratch("h", rows * columns, x.dtype)
+        h = scratch("h", rows * columns, torch.float32)
         tiles = cdiv(columns, shrink.BLOCK_N)
-        TILE_SHRINK_QKV_PROJ.run(
+        first = TILE_SHRINK_QKV_PROJ.bind(
             shrink,
             (segments * blocks, tiles),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -890,12 +901,11 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
             rows=rows,
         )
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_QKV_PROJ.run(
+    last = TILE_PROJECT_QKV_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(h.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         b=b,
@@ -905,10 +915,18 @@ def tiles_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Ba
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
-def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+@bound
+def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 64] @ weight.T + LoRA of x, [rows, 128]: one GEMM whose epilogue expands."""
     rows = x.shape[0]
     if rows > 32:
@@ -916,15 +934,16 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
     a, b, rank, scale = slot
     index = batch.map
     launch = PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 3 * launch.BLOCK_R, x.dtype)
+    h = scratch("h", launch.BLOCK_M * launch.ACTIVE * 3 * launch.BLOCK_R, torch.float32)
+    first = nothing
     if batch.adapters:
         shrink = SHRINK_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
         tiles = cdiv(shrink.ACTIVE * 3 * shrink.BLOCK_R, shrink.BLOCK_N)
-        SHRINK_QKV_PROJ.run(
+        first = SHRINK_QKV_PROJ.bind(
             shrink,
             (tiles,),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -933,21 +952,27 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             h=h,
             rows=rows,
         )
-    y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
-    PROJECT_QKV_PROJ.run(
+    last = PROJECT_QKV_PROJ.bind(
         launch,
         (tiles,),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         weight=weight,
         b=b,
         active=index.active,
         h=h,
-        y=y,
+        y=Moving((rows, 128), (128, 1)),
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 SHARES_LIMIT = tl.constexpr(MOST_SHARES)
