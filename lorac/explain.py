@@ -5,6 +5,7 @@ from dataclasses import asdict
 from itertools import groupby
 
 from lorac.plan.graphs import NODE_BYTES, GraphPlan, phases, planned_graphs
+from lorac.plan.kernels import UNLIMITED
 from lorac.plan.model import BucketPlan, Launch, Plan, Variant
 from lorac.tables import compact, size, table
 
@@ -170,8 +171,9 @@ def _kernels(plan: Plan) -> str:
             for launch in launches:
                 rows.append((*name, *_launch(launch)))
                 name = ("", "", "")
-            for least, most in library:
-                rows.append((*name, f"{least}…{most}", "", "", "left to the library's GEMM", "", "", ""))
+            for part in library:
+                bound = f"{part.least}…{part.most}" if part.most < UNLIMITED else f"≥ {part.least}"
+                rows.append((*name, bound, "", "", "left to the library's GEMM", "", "", part.source))
     heads = ("kernel", "modules", "backends", "rows", "rank", "adapters", "tile", "warps", "stages", "from")
     return "Kernels, by the batch they serve\n" + table(heads, rows) if rows else ""
 

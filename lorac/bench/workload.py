@@ -29,6 +29,7 @@ class Workload:
         self.slots = _full_slots(package, self)
         self.weights: dict[tuple[str, int], torch.Tensor] = {}
         self._steps: dict[tuple, Step] = {}
+        self._mixed: dict[tuple, tuple[Step, list[int]]] = {}
         self._inputs: dict[str, torch.Tensor] = {}
         self._expected: dict[tuple, torch.Tensor] = {}
 
@@ -65,6 +66,24 @@ class Workload:
             self._steps[key] = step
         return self._steps[key]
 
+    def mixed_step(self, backend: str, rows: int, rank: int) -> tuple[Step, list[int]]:
+        """A step as that of all slots, every other request without its adapter; and which rows have none."""
+        key = (backend, rows, rank)
+        if key not in self._mixed:
+            self.slots.set_rank(rank)
+            phase, slots, counts = requests(self.package, rows, self.package.LAYOUT.slots)
+            slots = [slot if at % 2 else -1 for at, slot in enumerate(slots)]
+            step = self.package.Step(self.slots, backend)
+            step.prepare_slots(phase, slots, counts)
+            row_slot = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
+            self._mixed[key] = step, [row for row, slot in enumerate(row_slot) if slot < 0]
+        return self._mixed[key]
+
+    @property
+    def steps(self) -> list[Step]:
+        """Every step prepared so far."""
+        return [*self._steps.values(), *(step for step, _ in self._mixed.values())]
+
     def inputs(self, module: str, step: Step) -> torch.Tensor:
         """x [rows, in_features] for a prepared step, padded as its graph is."""
         return self.rows_in(module, step.batch.padded)
@@ -81,11 +100,6 @@ class Workload:
     def run(self, step: Step, module: str, layer: int) -> torch.Tensor:
         """Base and LoRA of one instance, as an engine calls it: [rows, out_features]."""
         return self.package.linear(module, layer, self.inputs(module, step), self.weight(module, layer), step)
-
-    def run_add(self, step: Step, module: str, layer: int) -> torch.Tensor:
-        """The same for an engine that computes the base itself."""
-        y = self.base(module, layer, step.batch.padded)
-        return self.package.add(module, layer, self.inputs(module, step), y, step)
 
     def base(self, module: str, layer: int, rows: int) -> torch.Tensor:
         """The base layer alone, by torch."""

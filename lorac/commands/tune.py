@@ -1,7 +1,7 @@
 """Search launch configurations on the present GPU and write them as a table beside the spec, which builds then use.
 
-Every candidate is compiled, checked against float64 and timed as a CUDA graph with its base layer. Interrupt it when
-you like: --resume goes on where it was.
+Every candidate is compiled, checked against float64 and timed as a CUDA graph of its module's whole call, over batches
+with adapters and, where the kernel has the base, without. Interrupt it when you like: --resume goes on where it was.
 """
 
 import argparse
@@ -10,13 +10,18 @@ from pathlib import Path
 
 from lorac.commands.lists import names, sizes
 
-EXAMPLE = "lorac tune specs/llama31_8b.yaml --backend triton,csgmv --budget 300"
+EXAMPLE = "lorac tune specs/llama31_8b.yaml --backend fused --budget 200"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `lorac tune` takes."""
     parser.add_argument("spec", type=Path, metavar="SPEC", help="a YAML file")
-    parser.add_argument("--backend", type=names, metavar="A,B", help="default: every backend that has kernels")
+    parser.add_argument(
+        "--backend",
+        type=names,
+        metavar="A,B",
+        help="default: every backend that has kernels; others keep their part of the table",
+    )
     parser.add_argument("--rows", type=sizes, metavar="1,8,...", help="sizes of batches; default: a usual set")
     parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="default: 300")
     parser.add_argument("--resume", action="store_true", help="go on from the journal of a search before")
@@ -47,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     gpu = Gpu(device.name, f"sm_{device.major}{device.minor}", machine)
     processes = max(1, (os.cpu_count() or 2) - 1)
     tools = Tools(
-        measurer=lambda folder, rows: Measurer(load(folder), rows),
-        compiler=lambda folder, rows, target: Compiler(folder, rows, target, processes),
+        measurer=lambda folder, task: Measurer(load(folder), task.rows, task.batches),
+        compiler=lambda folder, task: Compiler(folder, task.rows, gpu.target, processes),
     )
     show = bar()
     outcome = tune(

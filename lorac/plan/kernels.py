@@ -3,7 +3,7 @@
 from dataclasses import replace
 from math import gcd
 
-from lorac.plan.model import KernelPlan, Launch, ModulePlan, ScratchPlan, Variant
+from lorac.plan.model import KernelPlan, Launch, LibraryPlan, ModulePlan, ScratchPlan, Variant
 from lorac.spec.backend import Declaration, Kernel, Scratch, Tile
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -102,7 +102,7 @@ def launched(kernels: tuple[KernelPlan, ...], rows: int, adapters: bool = True) 
     Where a module has kernels for so many rows alone, they stand in for its others; one with the base does not where it
     leaves that to the library.
     """
-    left = {of.module for of in kernels if any(least <= rows <= most for least, most in of.library)}
+    left = {of.module for of in kernels if any(part.least <= rows <= part.most for part in of.library)}
     found = [
         of
         for of in kernels
@@ -172,18 +172,19 @@ def _classes(kernel: Kernel, tiles, more: set[int]) -> list[int]:
     return [*sorted(bounded), kernel.max_rows or UNBOUNDED]
 
 
-def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int) -> tuple[tuple[int, int], ...]:
+def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int) -> tuple[LibraryPlan, ...]:
     """The rows of the classes whose tile says so, neighbours joined."""
-    ranges: list[tuple[int, int]] = []
+    parts: list[LibraryPlan] = []
     least = kernel.above + 1
     for most in _classes(kernel, tiles, set()):
         most = most or UNLIMITED
-        if _serving(tiles, most % UNLIMITED, max_rank, ANY_ADAPTERS, module)[0].library:
-            if ranges and ranges[-1][1] == least - 1:
-                least = ranges.pop()[0]
-            ranges.append((least, most))
+        tile, source = _serving(tiles, most % UNLIMITED, max_rank, ANY_ADAPTERS, module)
+        if tile.library:
+            if parts and (parts[-1].most, parts[-1].source) == (least - 1, source):
+                least = parts.pop().least
+            parts.append(LibraryPlan(least, most, source))
         least = most + 1
-    return tuple(ranges)
+    return tuple(parts)
 
 
 def _serving(tiles, rows: int, rank: int, adapters: int, module: ModulePlan, bare: bool = False) -> tuple[Tile, str]:

@@ -82,6 +82,15 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class LibraryPlan:
+    """Rows, from `least` to `most`, at which the library's GEMM has the base."""
+
+    least: int
+    most: int
+    source: str  # as of a launch
+
+
+@dataclass(frozen=True)
 class ScratchPlan:
     """Device memory between launches: the product of some dimensions, by name, in elements of `itemsize` bytes."""
 
@@ -105,7 +114,7 @@ class KernelPlan:
     splits: bool  # some configuration splits K
     above: int  # serves batches of more rows than this alone
     max_rows: int  # serves batches of up to this many rows alone; 0: any
-    library: tuple[tuple[int, int], ...]  # (least, most) rows at which it leaves the base to the library's GEMM
+    library: tuple[LibraryPlan, ...]  # where it leaves the base to the library's GEMM
     in_library: bool  # serves those rows of another kernel alone
     base: bool  # launched without adapters too
     wide_b: bool  # offsets into this module's B can pass 2**31

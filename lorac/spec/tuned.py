@@ -35,13 +35,18 @@ class Table(BaseModel):
     )
 
 
+def read_table(path: Path) -> tuple[Source, Table]:
+    """One table with the positions of what it says. Raises SpecError."""
+    return read_described(path, Table)
+
+
 def tuned_tiles(file: SpecFile, declarations: dict[str, Declaration]) -> Tiles:
     """The tiles of every table that serves a spec, in the order of its targets. Raises SpecError, placed in tables."""
     spec, problems = file.spec, []
     tables: dict[str, tuple[Table, Source]] = {}
     for path in sorted((file.folder / FOLDER).glob(f"{spec.name}.*.yaml")):
         try:
-            source, table = read_described(path, Table)
+            source, table = read_table(path)
         except SpecError as error:
             problems += error.problems
             continue
@@ -87,7 +92,12 @@ def _check(table: Table, name: str, declarations: dict[str, Declaration]) -> lis
 
 
 def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list[Problem]:
-    """A tile has every size the kernel's declared tiles have, and no other."""
+    """A tile has every size the kernel's declared tiles have, and no other; one left to the library has none."""
+    if tile.library:
+        return [
+            Problem(f"{key} is said of a tile left to the library", (*path, key), expected="bounds alone")
+            for key in tile.sizes
+        ]
     known = sorted({size for declared in kernel.tiles for size in declared.sizes})
     problems = [
         _unknown(f"a tile of this stage has no {key}", (*path, key), known) for key in tile.sizes if key not in known
@@ -96,8 +106,10 @@ def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list
         Problem(f"the tile lacks {name}", path, expected=", ".join(known)) for name in known if name not in tile.sizes
     ]
     for name, size in tile.sizes.items():
-        if name in known and not (_power_of_two(size) if name in kernel.dims else type(size) is int and size > 0):
-            expected = "a power of two" if name in kernel.dims else "a whole number from 1"
+        least = min(1, *(declared.sizes.get(name, 1) for declared in kernel.tiles))  # 0 where a tile may go without
+        right = _power_of_two(size) if name in kernel.dims else type(size) is int and size >= least
+        if name in known and not right:
+            expected = "a power of two" if name in kernel.dims else f"a whole number from {least}"
             problems.append(Problem(f"{name} must be {expected}, not {size}", (*path, name), expected=expected))
     return problems
 

@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -34,6 +34,10 @@ class Compiler:
     def ready(self, site: Site, launch: Launch) -> bool:
         """Whether a configuration has been compiled, or has failed to."""
         return all(self._jobs[job].done() for job in self._jobs_of(site, launch))
+
+    def wait(self, seconds: float) -> None:
+        """Until one more has been compiled, or so many seconds."""
+        wait([job for job in self._jobs.values() if not job.done()], seconds, FIRST_COMPLETED)
 
     def problem(self, site: Site, launch: Launch) -> str:
         """Why a configuration cannot serve (no compilation, spills, too much shared memory), or "" if it can."""

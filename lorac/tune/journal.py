@@ -55,7 +55,8 @@ class Journal:
             if entry:  # the last line may have been cut off
                 launch = entry["launch"]
                 tile = tuple((name, size) for name, size in launch["tile"])
-                yield Site(**entry["site"]), Launch(**(launch | {"tile": tile})), Result(**entry["result"])
+                result = {name: tuple(of) if isinstance(of, list) else of for name, of in entry["result"].items()}
+                yield Site(**entry["site"]), Launch(**(launch | {"tile": tile})), Result(**result)
 
 
 def _parsed(line: str) -> dict:

@@ -1,6 +1,8 @@
-"""Measuring candidates on the present GPU: base and LoRA of a module as one graph, checked against float64 first."""
+"""Measuring candidates on the present GPU: whole calls of a module as graphs, checked against float64 first."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
 from types import ModuleType
 
 import torch
@@ -8,103 +10,142 @@ import torch
 from lorac.bench.timing import capture, interleaved
 from lorac.bench.workload import TOLERANCE, Workload
 from lorac.errors import BuildError
-from lorac.plan.kernels import ANY_ADAPTERS
+from lorac.plan.kernels import UNLIMITED
 from lorac.plan.model import Launch as Planned
 from lorac.runtime.launch import Kernel, Launch
+from lorac.runtime.package import backend_module
 from lorac.runtime.step import Step
+from lorac.tune.batches import Batch
 from lorac.tune.launches import runtime_launch
 from lorac.tune.search import Result
-from lorac.tune.space import Site
+from lorac.tune.space import BARE, Site, in_library
 from lorac.verify.check import poison
 
-Call = Callable[[Step, str, int], torch.Tensor]
+Chosen = dict[Site, Planned]  # what the sites of one call launch
+_BITS_ROWS = 256  # rows whose bits are compared: a tile sums all of them alike
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What became of a call: µs of each batch, what stands for its base rows' bits, and why it cannot serve."""
+
+    us: tuple[float, ...] = ()
+    bits: int = 0
+    problem: str = ""
 
 
 class Measurer:
-    """Times configurations at a site beside the best so far: batches of all adapters, and of one, count alike."""
+    """Times configurations at a site beside the best so far, over batches that count alike.
 
-    def __init__(self, package: ModuleType, rows: Callable[[Site, Planned], list[tuple]], device: str = "cuda"):
-        """`rows` gives what a configuration is launched as, one per bound on the adapters."""
-        self.rows, self.workload = rows, Workload(package, device)
-        self.adapters = sorted({1, package.LAYOUT.slots})
+    Where the kernel has the base, one of those is without adapters, and base rows must have the same bits in all.
+    """
+
+    def __init__(
+        self,
+        package: ModuleType,
+        rows: Callable[[Site, Planned], list[tuple]],
+        batches: Callable[[Site], list[Batch]],
+        device: str = "cuda",
+    ):
+        """`rows` gives what a configuration is launched as at a site, `batches` those whose times are the site's."""
+        self.rows, self.batches, self.workload = rows, batches, Workload(package, device)
+        self._kernels: dict[str, dict[str, Kernel]] = {}
         self._launches: dict[tuple[Kernel, tuple], Launch] = {}
-        self._calls: dict[tuple[str, str, int], Call] = {}
 
-    def measure(self, site: Site, chosen: dict[Site, Planned], tried: list[Planned]) -> list[Result]:
+    def measure(self, site: Site, chosen: Chosen, tried: list[Planned]) -> list[Result]:
         """Results of `tried` at a site. `chosen` has the best so far of every site of that call, this one's too."""
-        wanted = self.adapters if site.adapters == ANY_ADAPTERS else [site.adapters]
-        counts = sorted({min(count, site.rows) for count in wanted})
-        steps = [self.workload.step(site.backend, site.rows, count, site.rank) for count in counts]
-        self._install(steps, chosen)
-        call = self._call(steps[0], site)
-        graphs, problems, pool = [], [], torch.cuda.graph_pool_handle()
-        for launch in [chosen[site], *tried]:
-            self._install(steps, chosen | {site: launch})
-            problem = next(filter(None, (self._wrong(step, site, call) for step in steps)), "")
-            problems.append(problem)
-            graphs.append(None if problem else capture(lambda: self._run(steps, site.module, call), pool))
-        if graphs[0] is None:
-            raise BuildError(f"{site.backend}.{site.kernel} at {site.rows} rows is wrong as declared: {problems[0]}")
-        timings = iter(interleaved([graph for graph in graphs if graph]))
-        best, *times = [next(timings).us if graph else 0.0 for graph in graphs]
-        return [Result(us, best, problem) for us, problem in zip(times, problems[1:], strict=True)]
+        best, *others = self._timed(site, self.batches(site), [chosen, *(chosen | {site: launch} for launch in tried)])
+        if best.problem:
+            raise BuildError(f"{site.backend}.{site.kernel} at {site.rows} rows is wrong as declared: {best.problem}")
+        return [Result(of.us, best.us, of.problem, of.bits, best.bits) for of in others]
 
-    def _call(self, step: Step, site: Site) -> Call:
-        """`linear`, or base and `add` for a kernel that only those launch. Raises BuildError where neither does."""
-        key = (site.backend, site.kernel, site.rows)
-        if key not in self._calls:
-            kernel = self._kernel(step, site.kernel)
-            for call in (self.workload.run, self.workload.run_add):
-                if _launches(kernel, lambda call=call: call(step, site.module, self.workload.layers[site.module][0])):
-                    self._calls[key] = call
-                    break
-            else:
-                raise BuildError(f"{site.backend} never launches {site.kernel} at {site.rows} rows")
-        return self._calls[key]
+    def compare(self, declared: Chosen, chosen: Chosen) -> dict[Batch, tuple[float, float]]:
+        """µs of a whole call as declared and as chosen, by batch; empty where one of them computes something wrong."""
+        batches = sorted({batch for site in chosen for batch in self.batches(site)}, key=lambda batch: batch[::-1])
+        times: dict[Batch, tuple[float, float]] = {}
+        for _, group in groupby(batches, key=lambda batch: batch[1]):  # all slots have the rank that was asked for last
+            of_rank = list(group)
+            before, after = self._timed(min(chosen), of_rank, [declared, chosen])
+            if before.problem or after.problem:
+                return {}
+            times |= dict(zip(of_rank, zip(before.us, after.us, strict=True), strict=True))
+        return times
 
-    def _run(self, steps: list[Step], module: str, call: Call) -> None:
-        for step in steps:
-            for layer in self.workload.layers[module]:
-                call(step, module, layer)
+    def _timed(self, site: Site, batches: list[Batch], calls: list[Chosen]) -> list[Timed]:
+        """Every call over every batch, their graphs replayed in turns."""
+        steps = [self.workload.step(site.backend, site.rows, count, rank) for count, rank in batches]
+        pool = torch.cuda.graph_pool_handle()
+        found, graphs = [], []
+        for chosen in calls:
+            self._install(steps[0], chosen)
+            bits, problem = self._checked(site, steps)
+            found.append(Timed((), bits, problem))
+            if not problem:
+                graphs += [capture(lambda step=step: self._run(step, site.module), pool) for step in steps]
+        times = iter(interleaved(graphs) if graphs else [])
+        return [of if of.problem else Timed(tuple(next(times).us for _ in steps), of.bits) for of in found]
 
-    def _wrong(self, step: Step, site: Site, call: Call) -> str:
-        """Run eagerly, the second time on poisoned scratch; what is wrong with the result."""
+    def _run(self, step: Step, module: str) -> None:
+        for layer in self.workload.layers[module]:
+            self.workload.run(step, module, layer)
+
+    def _checked(self, site: Site, steps: list[Step]) -> tuple[int, str]:
+        """(what stands for base rows' bits, what is wrong): run eagerly, the second time on poisoned scratch."""
+        module, layer = site.module, self.workload.layers[site.module][0]
+        bits = 0
         try:
-            for _ in range(2):
-                poison(step)
-                y = call(step, site.module, self.workload.layers[site.module][0])
+            for step in steps:
+                for _ in range(2):
+                    poison(step)
+                    y = self.workload.run(step, module, layer)
+                error = self.workload.error(step, module, y)
+                if not error <= TOLERANCE[y.dtype]:
+                    return 0, f"wrong: a row's relative error is {error:.1e}"
+                if not step.ticket.adapters:
+                    bits = _bits(y[:_BITS_ROWS])
+                    if site.rows > 1:
+                        changed = self._changed(site, y)
+                        if changed:
+                            return 0, f"wrong: {changed} base rows beside adapters have other bits than without any"
         except RuntimeError as error:
-            return str(error).splitlines()[0]
-        error = self.workload.error(step, site.module, y)
-        return "" if error <= TOLERANCE[y.dtype] else f"wrong: a row's relative error is {error:.1e}"
+            return 0, str(error).splitlines()[0]
+        return bits, ""
 
-    def _install(self, steps: list[Step], chosen: dict[Site, Planned]) -> None:
+    def _changed(self, site: Site, bare: torch.Tensor) -> int:
+        """How many base rows of a batch that has adapters too differ from `bare`, the same rows without any."""
+        step, base = self.workload.mixed_step(site.backend, site.rows, site.rank)
+        poison(step)
+        y = self.workload.run(step, site.module, self.workload.layers[site.module][0])
+        return int((y[base] != bare[base]).any(dim=1).sum())
+
+    def _install(self, step: Step, chosen: Chosen) -> None:
         """Make the kernels launch these configurations alone; kept, for compiled code goes with a launch."""
         tables: dict[Kernel, list[tuple]] = {}
-        for site in sorted(chosen):  # a kernel's narrow bounds come first
-            tables.setdefault(self._kernel(steps[0], site.kernel), []).extend(self.rows(site, chosen[site]))
+        for site in sorted(chosen, key=lambda site: (site.adapters != BARE, site)):  # a kernel's narrow bounds first
+            tables.setdefault(self._kernel(site), []).extend(self.rows(site, chosen[site]))
+            if site.module in getattr(step.backend, "LIBRARY", {}) and self._has_base(site):
+                step.backend.LIBRARY[site.module] = ((1, UNLIMITED),) if in_library(chosen[site]) else ()
         for kernel, rows in tables.items():
             for row in rows:
                 if (kernel, row) not in self._launches:
                     self._launches[kernel, row] = runtime_launch(kernel, row)
             kernel.launches = tuple(self._launches[kernel, row] for row in rows)
-        for step in steps:
-            step.scratch.forget()  # launches bound to other configurations
+        for held in self.workload.steps:
+            held.scratch.forget()  # launches bound to other configurations
 
-    def _kernel(self, step: Step, name: str) -> Kernel:
-        return next(kernel for kernel in step.backend.KERNELS if kernel.name == name)
+    def _has_base(self, site: Site) -> bool:
+        return "weight" in self._kernel(site).arguments
+
+    def _kernel(self, site: Site) -> Kernel:
+        if site.backend not in self._kernels:
+            package = self.workload.package
+            module = backend_module(package.__name__, package.BACKENDS, site.backend)
+            self._kernels[site.backend] = {kernel.name: kernel for kernel in module.KERNELS}
+        return self._kernels[site.backend][site.kernel]
 
 
-def _launches(kernel: Kernel, run: Callable[[], object]) -> bool:
-    """Whether `run`, before which nothing is bound, launches the kernel."""
-    seen = []
-
-    def noting(launch: Callable) -> Callable:
-        return lambda *args, **kwargs: (seen.append(1), launch(*args, **kwargs))[1]
-
-    kernel.run, kernel.bind = noting(kernel.run), noting(kernel.bind)
-    try:
-        run()
-    finally:
-        del kernel.run, kernel.bind
-    return bool(seen)
+def _bits(y: torch.Tensor) -> int:
+    """A number that two tensors of one shape share, as good as never unless their bits are the same."""
+    words = y.contiguous().view({2: torch.int16, 4: torch.int32}[y.dtype.itemsize]).flatten().long()
+    weights = torch.arange(1, words.numel() + 1, device=y.device) * 0x1E3779B97F4A7C15
+    return int((words * weights).sum())  # wraps around

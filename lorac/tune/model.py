@@ -7,11 +7,11 @@ and ends by reading and writing its tile of results. Only the order of its answe
 from dataclasses import dataclass
 from math import ceil, prod
 
-from lorac.plan.kernels import ITEMSIZE
+from lorac.plan.kernels import ITEMSIZE, block_of
 from lorac.plan.model import Launch, ModulePlan
 from lorac.runtime.segments import Segments, chunk_of
 from lorac.spec.backend import Kernel
-from lorac.tune.space import Site, extent, reduction
+from lorac.tune.space import ROWS_BLOCK, Site, extent, reduction
 
 _LATENCY = 0.8  # µs from asking for global memory to having it, under load
 _ENTRY = 1.6  # µs for a program's chain of dependent metadata loads
@@ -30,7 +30,10 @@ class Machine:
 
 
 class Model:
-    """Predictions at one site, over `batches`, each (live segments, rows of each), one after another."""
+    """Predictions at one site, over `batches`, each (live segments, rows of each), one after another.
+
+    A kernel that takes no segments has all rows in one.
+    """
 
     def __init__(
         self,
@@ -55,19 +58,16 @@ class Model:
     def _divide(self, tile: dict[str, int], segments: int, rows: int) -> "_Work":
         """How a tile cuts a batch into programs."""
         kernel, inner, split = self.kernel, reduction(self.kernel), tile.get("SPLIT_K", 1)
-        outer = dict.fromkeys(block for pair in kernel.operands for block in pair if block != inner) or kernel.dims
         programs, results = segments * split, 1
-        for block in outer:
-            dim = kernel.dims.get(block, "rank")
+        outer = _outer(kernel, tile, inner)
+        for block, dim in outer.items():
             programs *= ceil(rows / tile[block]) if dim == "rows" else self._tiles(dim, tile[block])
             results *= min(tile[block], rows) if dim == "rows" else tile[block]
         steps, step_bytes, step_flops = 1, 0, 0
         if inner:
             steps = ceil(extent(kernel, self.module, self.site, inner) / (tile[inner] * split))
             # rows that are not there are not read
-            real = {
-                block: min(size, rows) if kernel.dims.get(block) == "rows" else size for block, size in tile.items()
-            }
+            real = {block: min(size, rows) if outer.get(block) == "rows" else size for block, size in tile.items()}
             step_bytes = sum(real[a] * real[b] for a, b in kernel.operands) * self.item
             step_flops = 2 * tile[inner] * prod(tile[block] for block in outer)
         stage_bytes = sum(tile[a] * tile[b] for a, b in kernel.operands) * self.item
@@ -78,7 +78,8 @@ class Model:
             return sum(ceil(part.width / block) for part in self.module.slices)
         if dim == "rank":
             return len(self.module.slices) * ceil(self.site.rank / block)
-        return ceil(self.module.in_features / block)
+        adapters = 1 if segmented(self.kernel) else max(1, self.site.adapters)
+        return ceil(len(self.module.slices) * block_of(self.site.rank) * adapters / block)
 
     def _time(self, launch: Launch, work: "_Work") -> float:
         processors = self.machine.processors
@@ -95,6 +96,19 @@ class Model:
         written = 2 * work.results * (self.item if work.split == 1 else 4 * work.split)
         each = _ENTRY + _LATENCY + work.steps * step + written / share + (_MEET if work.split > 1 else 0)
         return rounds * each
+
+
+def segmented(kernel: Kernel) -> bool:
+    """Whether its programs take segments, rather than all rows of a batch."""
+    return "seg_slot" in kernel.arguments
+
+
+def _outer(kernel: Kernel, tile: dict[str, int], inner: str) -> dict[str, str]:
+    """The blocks of a program's tile of results, with what they cut: rows, out, rank or columns."""
+    dims = {ROWS_BLOCK: "rows"} | kernel.dims
+    if not inner:
+        return {block: dim for block, dim in dims.items() if block in tile and dim in ("rows", "out")}
+    return {block: dims.get(block, "columns") for pair in kernel.operands for block in pair if block != inner}
 
 
 @dataclass(frozen=True)

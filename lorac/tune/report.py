@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 
-from lorac.plan.kernels import ANY_ADAPTERS
 from lorac.tables import table
 from lorac.tune.run import Outcome
 from lorac.tune.search import Search
@@ -11,25 +10,26 @@ from lorac.tune.space import Site
 
 
 def report(outcome: Outcome) -> str:
-    """Per kernel what its tiles gained the call they belong to, and how many were tried; then where the table lies."""
-    gains: dict[tuple, dict[int, float]] = defaultdict(dict)
-    tried: dict[tuple, int] = defaultdict(int)
-    for site, search in outcome.searches.items():
-        adapters = "any" if site.adapters == ANY_ADAPTERS else f"≤ {site.adapters}"
-        key = (site.backend, site.kernel, site.rank, adapters)
-        gains[key][site.rows] = search.gain
-        tried[key] += len(search.tried)
-    sizes = sorted({site.rows for site in outcome.searches})
-    rows = [
-        (*key, *(f"{of[size]:.3f}" if size in of else "" for size in sizes), tried[key]) for key, of in gains.items()
-    ]
+    """Per module and batch what its calls take with the tiles chosen; what could not serve; where the table lies."""
     lines = [
-        "time of base and LoRA with the tile chosen, over that with the one declared, by rows",
-        table(("backend", "kernel", "rank", "adapters", *map(str, sizes), "tried"), rows),
+        "time of base and LoRA with the tiles chosen, over that with those declared, by rows; empty: tiles as declared",
+        _calls(outcome),
         *_failures(outcome.searches),
+        f"{sum(len(search.tried) for search in outcome.searches.values())} configurations tried",
         f"{outcome.ended}; wrote {outcome.table}",
     ]
     return "\n".join(lines)
+
+
+def _calls(outcome: Outcome) -> str:
+    ratios: dict[tuple, dict[int, str]] = defaultdict(dict)
+    for site, compared in outcome.compared.items():
+        for (adapters, rank), (before, after) in compared.items():
+            batch = f"{adapters} of rank {rank}" if adapters else "none"
+            ratios[site.backend, site.module, batch][site.rows] = f"{after / before:.3f} of {before:.0f} µs"
+    sizes = sorted({site.rows for site in outcome.searches})
+    rows = [(*key, *(of.get(size, "") for size in sizes)) for key, of in sorted(ratios.items())]
+    return table(("backend", "module", "adapters", *map(str, sizes)), rows)
 
 
 def _failures(searches: dict[Site, Search]) -> list[str]:

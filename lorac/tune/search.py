@@ -1,46 +1,67 @@
 """The search at one site: which configurations to try next, and which one is the best so far.
 
-It starts from the declared configuration and from different ones the model thinks best, then climbs: neighbours of the
-best, likeliest first. It knows nothing of GPUs; whoever measures tells it what came out.
+It starts from the declared configuration, from those declared for other batches and from different ones the model
+thinks best, then climbs: neighbours of the best, likeliest first. It knows nothing of GPUs; whoever measures tells it
+what came out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lorac.plan.model import Launch
-from lorac.tune.space import Site, distance, settings
+from lorac.tune.space import Site, distance, in_library, settings
 
 FAR = 3.0  # times the best prediction, beyond which a configuration is not tried
-MOST = 500  # configurations a site is searched among
+MOST = 2000  # configurations a site is searched among
 APART = 2  # steps between the tiles of two configurations the search starts from
 STARTS = 5
+LEAST_STARTS = 2  # of the model's, whatever number of seeds there are
 CLEARLY = 0.995  # of the best's time: less is a new best, more may be noise
+WITHIN_REACH = 1.15  # of the library's time: tiles of our own are climbed from as far as this
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one configuration: its time, and the best's in the same minute; `problem` when it cannot serve."""
+    """What became of one configuration: its times in µs, batch by batch, and the best's in the same minute.
 
-    us: float
-    best_us: float
+    `bits` and `best_bits` stand for what base rows came out as; `problem` says why it cannot serve, and then the rest
+    says nothing.
+    """
+
+    us: tuple[float, ...] = ()
+    best_us: tuple[float, ...] = ()
     problem: str = ""
+    bits: int = 0
+    best_bits: int = 0
 
 
 @dataclass
 class Search:
-    """The state at one site. `predicted` has every candidate with its predicted time."""
+    """The state at one site. `predicted` has every candidate with its predicted time; `seeds` are tried first.
+
+    At a site of a kernel with the base the first batch is one without adapters.
+    """
 
     site: Site
     declared: Launch
     predicted: dict[Launch, float]
+    seeds: Sequence[Launch] = ()
+    bare: Launch | None = None  # declared for batches without adapters, at a site of a kernel with the base
     best: Launch = field(init=False)
-    gain: float = field(init=False, default=1.0)  # the best's time over the declared one's
     tried: dict[Launch, Result] = field(init=False, default_factory=dict)
+    times: dict[Launch, tuple[float, ...]] = field(init=False, default_factory=dict)  # as in the declared one's minute
+    bits: dict[Launch, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
         self.best = self.declared
         self._ranked = _worth_trying(self.predicted)
         self._settings = {launch: settings(launch) for launch in self._ranked}
         self._starts = self._first()
+
+    @property
+    def gain(self) -> float:
+        """The best's time over the declared one's."""
+        return sum(self.times[self.best]) / sum(self.times[self.declared]) if self.times else 1.0
 
     def next(self, count: int) -> list[Launch]:
         """Up to `count` configurations to try now; none when the search is over."""
@@ -55,30 +76,70 @@ class Search:
             self._starts.insert(0, launch)
 
     def note(self, launch: Launch, result: Result) -> None:
-        """Take a result in."""
+        """Take a result in. A problem of the best itself casts doubt on what was measured beside it: all of it goes."""
         self.tried[launch] = result
-        if not result.problem and result.us < CLEARLY * result.best_us:
-            self.best, self.gain = launch, self.gain * result.us / result.best_us
+        if result.problem:
+            if launch == self.best:
+                self.best = self.declared
+                self.times.clear()
+            return
+        before = self.times.setdefault(self.best, result.best_us)
+        self.times[launch] = tuple(
+            us * old / best for us, best, old in zip(result.us, result.best_us, before, strict=True)
+        )
+        self.bits |= {launch: result.bits, self.best: result.best_bits}
+        if sum(result.us) < CLEARLY * sum(result.best_us):
+            self.best = launch
+
+    def parted(self) -> tuple[Launch, Launch]:
+        """(bare, with adapters): two tiles of a kernel with the base, where those beat one for both; else it twice.
+
+        Base rows come out in the same bits with both.
+        """
+        found = ((self.bare if self.best == self.declared else None) or self.best, self.best)
+        least = CLEARLY * sum(self.times.get(self.best, ()))
+        own = [launch for launch in self.times if not in_library(launch)]
+        for bits in {self.bits[launch] for launch in own} if self.bare and not in_library(self.best) else ():
+            alike = [launch for launch in own if self.bits[launch] == bits]
+            bare = min(alike, key=lambda launch: self.times[launch][0])
+            adapted = min(alike, key=lambda launch: sum(self.times[launch][1:]))
+            time = self.times[bare][0] + sum(self.times[adapted][1:])
+            if time < least:
+                found, least = (bare, adapted), time
+        return found
 
     def _first(self) -> list[Launch]:
-        """The best predictions that lie apart from one another."""
-        chosen: list[Launch] = []
+        """The seeds that are not hopeless, then the best predictions that lie apart from them and from one another."""
+        found = [launch for launch in self.seeds if launch in self._settings]
+        count = len(found) + max(LEAST_STARTS, STARTS - len(found))
         for launch in self._ranked:
-            if all(distance(dict(launch.tile), dict(other.tile)) >= APART for other in chosen):
-                chosen.append(launch)
-            if len(chosen) == STARTS:
+            if all(distance(dict(launch.tile), dict(other.tile)) >= APART for other in found):
+                found.append(launch)
+            if len(found) == count:
                 break
-        return chosen
+        return [*filter(in_library, self.seeds), *found]
 
     def _neighbours(self) -> list[Launch]:
         """Untried configurations one step from the best, then two, likeliest first."""
-        here = settings(self.best)
+        centre = self._climbing_from()
+        if centre is None:
+            return []
+        here = settings(centre)
         near: dict[int, list[Launch]] = {1: [], 2: []}
         for launch in self._ranked:
             apart = distance(here, self._settings[launch])
-            if apart in near and launch not in self.tried:
+            if apart in near and launch not in self.tried and launch != self.best:
                 near[apart].append(launch)
         return near[1] + near[2][: 2 * STARTS]
+
+    def _climbing_from(self) -> Launch | None:
+        """The best; where the library is that, the best of our own if it comes near."""
+        if not in_library(self.best):
+            return self.best
+        own = [launch for launch in self.times if not in_library(launch)]
+        nearest = min(own, key=lambda launch: sum(self.times[launch]), default=None)
+        within = nearest and sum(self.times[nearest]) < WITHIN_REACH * sum(self.times[self.best])
+        return nearest if within else None
 
 
 def _worth_trying(predicted: dict[Launch, float]) -> list[Launch]:

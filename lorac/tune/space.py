@@ -12,10 +12,13 @@ from lorac.plan.kernels import ANY_ADAPTERS, block_of, fit
 from lorac.plan.model import KernelPlan, Launch, ModulePlan
 from lorac.spec.backend import Kernel, Tile
 
-LARGEST = {"rows": 128, "rank": 128, "in": 512, "out": 256}  # block sizes beyond these never paid
+LARGEST = {"rows": 128, "rank": 128, "columns": 128, "in": 512, "out": 256}  # block sizes beyond these never paid
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # the plan takes those that divide a module's inputs
 WARPS = (2, 4, 8)
 STAGES = (1, 2, 3, 4, 5, 6)
+ROWS_BLOCK = "BLOCK_M"  # cuts the rows, also where a kernel does not state it, for then it is never cut down
+WARP_GROUP = 4  # tiles read by descriptor are multiplied by whole groups of warps
+BARE = 0  # `adapters` of a site of batches without any
 _ACCUMULATORS = 128  # fp32 registers of a thread that a tile of results may take: more of them spill
 
 
@@ -23,7 +26,8 @@ _ACCUMULATORS = 128  # fp32 registers of a thread that a tile of results may tak
 class Site:
     """One place where a launch configuration is chosen: batches of up to `rows` rows, adapters of up to `rank`.
 
-    `adapters` bounds how many of them, for a kernel that is specialised for that number; ANY_ADAPTERS elsewhere.
+    `adapters` bounds how many of them, for a kernel that is specialised for that number; ANY_ADAPTERS elsewhere. A
+    kernel with the base has one for batches with and without, and may get another for those without: BARE.
     """
 
     backend: str
@@ -44,39 +48,49 @@ def options(kernel: Kernel, module: ModulePlan, rows: int, rank: int) -> dict[st
 
     A block may be smaller than its dimension, and divides it where the shape has a block of 64 that does: masks cost.
     Two are no choice: rows of a kernel for few of them, which one block holds, and a block declared beyond any extent.
+    What cuts no stated dimension has the values that are declared. A kernel with the base, which takes long to compile
+    and to time, keeps within a doubling of those.
     """
     widths = tuple(part.width for part in module.slices)
-    extents = {"rows": (rows,), "rank": (rank,), "in": (module.in_features,), "out": widths}
+    columns = len(module.slices) * block_of(rank)
+    extents = {"rows": (rows,), "rank": (rank,), "columns": (columns,), "in": (module.in_features,), "out": widths}
     found = {}
     for name in sorted({name for tile in kernel.tiles for name in tile.sizes}):
-        least = min(tile.sizes[name] for tile in kernel.tiles if name in tile.sizes)
+        values = sorted({tile.sizes[name] for tile in kernel.tiles if name in tile.sizes})
+        least, most = values[0], values[-1]
         if name in kernel.dims:
             dim = kernel.dims[name]
             if least > LARGEST[dim] or (dim == "rows" and kernel.max_rows):
                 found[name] = (block_of(max(extents[dim])),)
                 continue
-            found[name] = _blocks(max(extents[dim]), LARGEST[dim], extents[dim] if dim in ("in", "out") else ())
+            blocks = _blocks(max(extents[dim]), LARGEST[dim], extents[dim] if dim in ("in", "out") else ())
+            found[name] = tuple(of for of in blocks if least <= 2 * of and of <= 2 * most) if kernel.base else blocks
         elif name == "SPLIT_K":
             found[name] = SPLITS
         else:
-            found[name] = tuple(sorted({tile.sizes[name] for tile in kernel.tiles if name in tile.sizes}))
+            found[name] = tuple(value for value in values if name != ROWS_BLOCK or value < 2 * rows) or (values[0],)
     return found
 
 
 def candidates(kernel: Kernel, module: ModulePlan, site: Site, dtype: str, targets: tuple[str, ...]) -> list[Launch]:
     """Every legal configuration that the plan would leave as it is."""
     sizes = options(kernel, module, site.rows, site.rank)
-    early = (False, True) if any(tile.pdl for tile in kernel.tiles) else (False,)
+    tiles = [tile for tile in kernel.tiles if not tile.library]
+    early = sorted({tile.pdl for tile in tiles})
+    depths = sorted({*STAGES, *(tile.stages for tile in tiles)})
+    if kernel.base:
+        depths = [depth for depth in depths if depth >= min(tile.stages for tile in tiles) - 1]
+    groups = [warps for warps in WARPS if warps >= WARP_GROUP or not kernel.tiled]
     found: list[Launch] = []
     for values in product(*sizes.values()):
         tile = dict(zip(sizes, values, strict=True))
-        asked = Tile(stages=STAGES[-1], pdl=early[-1], **tile)
+        asked = Tile(stages=depths[-1], pdl=early[-1], **tile)
         fitted = fit(kernel, asked, "", site.rows, site.rank, module, dtype, targets)
         if dict(fitted.tile) != tile:
             continue  # cut down, so another of the space
         deepest = min(fitted.stages, max(1, _steps(kernel, module, site, tile)))
         results = _results(kernel, tile)
-        for warps, stages, pdl in product(WARPS, STAGES, early):
+        for warps, stages, pdl in product(groups, depths, early):
             if results <= _ACCUMULATORS * 32 * warps and stages <= deepest and pdl <= fitted.pdl:
                 found.append(replace(fitted, warps=warps, stages=stages, pdl=pdl))
     return found
@@ -88,24 +102,61 @@ def settings(launch: Launch) -> dict[str, int]:
 
 
 def distance(a: dict[str, int], b: dict[str, int]) -> int:
-    """Steps between two configurations: doublings of a size, single stages."""
+    """Steps between two configurations: doublings of a size, single stages; from or to zero is one."""
     apart = 0
     for name, value in a.items():
         other = b[name]
-        apart += abs(value - other) if name in ("stages", "pdl") else ceil(abs(log2(value / other)))
+        if name in ("stages", "pdl"):
+            apart += abs(value - other)
+        elif value != other:
+            apart += ceil(abs(log2(value / other))) if value and other else 1
     return apart
+
+
+def library(site: Site) -> Launch:
+    """The configuration that launches nothing: the library has the base."""
+    return Launch(site.rows, site.rank, ANY_ADAPTERS, (), 0, 0, False, "")
+
+
+def in_library(launch: Launch) -> bool:
+    """Whether it is that one."""
+    return launch.warps == 0
 
 
 def declared(plan: KernelPlan, site: Site) -> Launch:
     """The configuration that the plan launches at a site."""
+    if any(part.least <= site.rows <= part.most for part in plan.library):
+        return library(site)
+    return _planned(plan, site, site.rank)
+
+
+def declared_bare(kernel: Kernel, plan: KernelPlan, site: Site) -> Launch:
+    """That of a kernel with the base for batches without adapters, in blocks of the rank as with them."""
+    adapted = declared(plan, site)
+    if in_library(adapted):
+        return adapted
+    bare = _planned(plan, site, 0)
+    of_rank = {block: size for block, size in adapted.tile if kernel.dims.get(block) == "rank"}
+    return replace(bare, tile=tuple((dict(bare.tile) | of_rank).items()))
+
+
+def _planned(plan: KernelPlan, site: Site, rank: int) -> Launch:
     found = next(
         launch
         for launch in plan.launches
-        if site.rank == launch.rank
-        and site.adapters in (launch.adapters, ANY_ADAPTERS)
+        if launch.rank == rank
+        and (not rank or site.adapters in (launch.adapters, ANY_ADAPTERS))
         and (not launch.rows or site.rows <= launch.rows)
     )
     return replace(found, rows=site.rows, rank=site.rank, adapters=ANY_ADAPTERS, source="")
+
+
+def declared_anywhere(
+    kernel: Kernel, module: ModulePlan, site: Site, dtype: str, targets: tuple[str, ...]
+) -> list[Launch]:
+    """The kernel's own tiles for whatever batch, cut to this site: somebody had a reason for each of them."""
+    tiles = [tile for tile in kernel.tiles if not tile.library]
+    return list(dict.fromkeys(fit(kernel, tile, "", site.rows, site.rank, module, dtype, targets) for tile in tiles))
 
 
 def reduction(kernel: Kernel) -> str:
@@ -117,7 +168,8 @@ def reduction(kernel: Kernel) -> str:
 def extent(kernel: Kernel, module: ModulePlan, site: Site, block: str) -> int:
     """The size of the dimension a block cuts; the widest slice for outputs."""
     widest = max(part.width for part in module.slices)
-    sizes = {"rows": site.rows, "rank": site.rank, "in": module.in_features, "out": widest}
+    columns = len(module.slices) * block_of(site.rank)
+    sizes = {"rows": site.rows, "rank": site.rank, "columns": columns, "in": module.in_features, "out": widest}
     return sizes[kernel.dims[block]]
 
 

@@ -6,17 +6,18 @@ from dataclasses import dataclass, replace
 from lorac.errors import BuildError
 from lorac.fingerprint import fingerprint
 from lorac.plan.build import Tuned, make_plan
-from lorac.plan.kernels import ANY_ADAPTERS, launched
+from lorac.plan.kernels import ANY_ADAPTERS, UNBOUNDED, launched
 from lorac.plan.model import KernelPlan, Launch, Plan
 from lorac.render.package import launch_row, render
 from lorac.spec.backend import Declaration, Kernel, Tile
 from lorac.spec.folders import BackendFolder
 from lorac.spec.load import SpecFile
-from lorac.tune.model import Machine, Model, live_segments
+from lorac.tune.batches import Batch, Reached, reached
+from lorac.tune.model import Machine, Model, live_segments, segmented
 from lorac.tune.search import Search
-from lorac.tune.space import Site, candidates, declared
+from lorac.tune.space import BARE, Site, candidates, declared, declared_anywhere, declared_bare, in_library, library
 
-ROWS = (1, 16, 32, 64, 128, 256, 1024, 4096)
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 KINDS = ("linear", "lm_head")
 
 
@@ -38,6 +39,7 @@ class Task:
         plan = make_plan(self.spec, file.shapes, self.declarations, {})
         _known(backends, plan)
         self.searches: dict[Site, Search] = {}
+        self._reached: dict[Site, Reached] = {}
         forced: Tuned = {}
         rendered: dict[str, set[str]] = {}
         for site, kernel, kernel_plan in self._sites(plan, backends, rows or _sizes(plan)):
@@ -54,58 +56,112 @@ class Task:
         self._kernels = {(b.name, kernel.name): kernel for b in able.backends for kernel in b.kernels}
 
     def rows(self, site: Site, launch: Launch) -> list[tuple]:
-        """A configuration as rows of the kernel's launch table: one per number of adapters it is specialised for."""
-        kernel = self._kernels[site.backend, site.kernel]
-        bounds = [site.adapters] if site.adapters != ANY_ADAPTERS else _bounds(kernel, site.rank)
-        return [launch_row(kernel, replace(launch, adapters=bound)) for bound in bounds]
+        """A configuration as rows of the kernel's launch table: one per number of adapters it is specialised for.
+
+        Without their bound on the rows, so that sizes share what is compiled; none where the library has the base.
+        """
+        if in_library(launch):
+            return []
+        kernel, launch = self._kernels[site.backend, site.kernel], replace(launch, rows=UNBOUNDED)
+        bare = replace(launch, rank=0, adapters=BARE)
+        if site.adapters == BARE:
+            return [launch_row(kernel, bare)]
+        launches = [replace(launch, adapters=bound) for bound in self._reached[site].bounds]
+        return [launch_row(kernel, of) for of in (*[bare] * kernel.base, *launches)]
+
+    def batches(self, site: Site) -> list[Batch]:
+        """The batches whose times are a site's time."""
+        if site.adapters == BARE:
+            return [(0, site.rank)]
+        return self._reached[site].batches
+
+    @property
+    def capped(self) -> set[tuple[str, str]]:
+        """(backend, stage) of kernels that hold all rows of a batch in one block: a tile serves its own size alone."""
+        return {
+            (backend, stage)
+            for backend, declaration in self.declarations.items()
+            for stage, kernel in declaration.kernels.items()
+            if kernel.max_rows
+        }
+
+    def runs(self, site: Site) -> bool:
+        """Whether its kernel is launched, as far as the best of the others decides: some are by the library's side."""
+        kernel = self.declarations[site.backend].kernels[site.stage]
+        return not kernel.in_library or any(
+            of.stage == kernel.beside and in_library(self.searches[of].best) for of in self.beside(site)
+        )
+
+    def chosen(self, sites: list[Site]) -> dict[Site, Launch]:
+        """What sites launch in the end; also without adapters, where that is something else."""
+        return self._with_bare({site: self.searches[site].parted() for site in sites if self.runs(site)})
+
+    def declared(self, sites: list[Site]) -> dict[Site, Launch]:
+        """What the plan has them launch, in the same form."""
+        searches = {site: self.searches[site] for site in sites}
+        return self._with_bare({site: (of.bare or of.declared, of.declared) for site, of in searches.items()})
+
+    def beside(self, site: Site) -> list[Site]:
+        """The sites that one call launches, or would for other adapters or by the library; this one among them."""
+        return [of for of in self.searches if _call(of) == _call(site)]
+
+    @staticmethod
+    def _with_bare(pairs: dict[Site, tuple[Launch, Launch]]) -> dict[Site, Launch]:
+        return {site: adapted for site, (_, adapted) in pairs.items()} | {
+            replace(site, adapters=BARE): bare for site, (bare, adapted) in pairs.items() if bare != adapted
+        }
 
     def _sites(self, plan: Plan, backends, rows) -> Iterator[tuple[Site, Kernel, KernelPlan]]:
         """In the order they are visited first: a search cut short has seen every module and size."""
         for size in rows:
             for backend in plan.backends:
-                for kernel in launched(backend.kernels, size) if not backends or backend.name in backends else ():
+                for kernel in _launchable(backend.kernels, size) if not backends or backend.name in backends else ():
                     declaration = self.declarations[backend.name].kernels[kernel.stage]
                     if plan.module(kernel.module).kind in KINDS:
-                        for rank, adapters in _classes(kernel, declaration, size):
+                        for (rank, adapters), found in reached(plan, kernel, size).items():
                             site = Site(backend.name, kernel.stage, kernel.module, rank, adapters, size)
+                            self._reached[site] = found
                             yield site, declaration, kernel
 
     def _search(self, site: Site, kernel: Kernel, kernel_plan: KernelPlan, plan: Plan, gpu: Gpu) -> Search:
         module = plan.module(site.module)
         backend = next(backend for backend in plan.backends if backend.name == site.backend)
         counts = (1, plan.slots) if site.adapters == ANY_ADAPTERS else (site.adapters,)
-        batches = [live_segments(backend.segments, site.rows, count) for count in counts]
+        by_count = [live_segments(backend.segments, site.rows, count) for count in counts]
+        batches = by_count if segmented(kernel) else [(1, site.rows)]
         model = Model(kernel, module, site, batches, plan.dtype, gpu.machine)
         legal = candidates(kernel, module, site, plan.dtype, (gpu.target,))
-        return Search(site, declared(kernel_plan, site), {launch: model.predict(launch) for launch in legal})
+        predicted = {launch: model.predict(launch) for launch in legal}
+        seeds = [of for of in declared_anywhere(kernel, module, site, plan.dtype, (gpu.target,)) if of in predicted]
+        seeds.sort(key=predicted.__getitem__)
+        if _may_leave(self.declarations[site.backend], site.stage):
+            seeds.insert(0, library(site))
+        bare = declared_bare(kernel, kernel_plan, site) if kernel.base else None
+        return Search(site, declared(kernel_plan, site), predicted, seeds, bare)
 
 
-def _classes(plan: KernelPlan, kernel: Kernel, rows: int) -> Iterator[tuple[int, int]]:
-    """(rank, adapters) of a kernel's own tiles that a batch of `rows` rows can reach.
-
-    A kernel with the base has one tile for all of them, which is measured at the full rank.
-    """
-    ranks = sorted({launch.rank for launch in plan.launches if launch.rank})
-    for rank in ranks[-1:] if kernel.base else ranks:
-        below = 0
-        for bound in [ANY_ADAPTERS] if kernel.base else _bounds(plan, rank):
-            if bound == ANY_ADAPTERS or min(bound, rows) > below:
-                yield rank, bound
-            below = bound
+def _call(site: Site) -> tuple[str, str, int]:
+    return site.backend, site.module, site.rows
 
 
-def _bounds(plan: KernelPlan, rank: int) -> list[int]:
-    """The numbers of adapters a kernel is specialised for at a rank, ascending."""
-    return sorted({launch.adapters for launch in plan.launches if launch.rank == rank})
+def _launchable(kernels: tuple[KernelPlan, ...], rows: int) -> list[KernelPlan]:
+    """A backend's kernels that layers of so many rows launch, whichever of them leave the base to the library."""
+    return launched(tuple(replace(of, library=(), in_library=False) for of in kernels), rows)
+
+
+def _may_leave(declaration: Declaration, stage: str) -> bool:
+    """Whether a stage can leave its base to the library: another then has the rest."""
+    return any(kernel.in_library and kernel.beside == stage for kernel in declaration.kernels.values())
 
 
 def _demanding(search: Search, kernel: Kernel) -> list[Tile]:
-    """Tiles that make the plan render what any candidate needs: sums split over K, masks where a block is ragged.
+    """Tiles that make the plan render what any candidate needs: sums split over K, masks where a block is ragged, and
+    the library.
 
     The largest block of a dimension is ragged if any is. The tiles' bounds do not matter: a search sets launches.
     """
     demands = ["SPLIT_K", *(block for block, dim in kernel.dims.items() if dim in ("in", "out"))]
-    tiles = []
+    tiles = [Tile(module=search.site.module, rows=1, library=True)] if any(map(in_library, search.seeds)) else []
     for name in demands:
         launch = max(search.predicted, key=lambda launch: dict(launch.tile).get(name, 1))
         options = {"warps": launch.warps, "stages": launch.stages, "pdl": launch.pdl}

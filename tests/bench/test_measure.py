@@ -72,7 +72,7 @@ def measurer(package, monkeypatch):
         constants = [sizes[name] for name in (*names[site.stage], *(["BLOCK_K"] if site.stage == "expand" else []))]
         return [(0, launch.rank, launch.adapters, launch.warps, launch.stages, launch.pdl, *constants)]
 
-    return measure.Measurer(package, rows, "cpu")
+    return measure.Measurer(package, rows, lambda site: [(1, 16), (2, 16)], "cpu")
 
 
 def launch(**tile) -> Launch:
@@ -88,7 +88,7 @@ CHOSEN = {SHRINK: RIGHT, EXPAND: launch(BLOCK_M=16, BLOCK_N=32, BLOCK_K=16)}
 
 def test_a_wrong_candidate_is_found_out(measurer):
     good, wrong = measurer.measure(SHRINK, CHOSEN, [GOOD, WRONG])
-    assert good.problem == "" and good.us == good.best_us == 10.0
+    assert good.problem == "" and good.us == good.best_us == (10.0, 10.0), "batches of one adapter and of two"
     assert wrong.problem.startswith("wrong: a row's relative error is")
 
 
@@ -110,10 +110,3 @@ def test_every_candidate_is_what_runs(measurer, monkeypatch):
     monkeypatch.setattr(type(kernel), "run", spy)
     measurer.measure(SHRINK, CHOSEN, [GOOD])
     assert {(of["BLOCK_K"], of["SPLIT_K"]) for of in ran} >= {(128, 2), (64, 1)}
-
-
-def test_kernels_of_add_alone_are_measured_through_add(measurer):
-    step = measurer.workload.step("fused", 8, 2)
-    project, segments = (Site("fused", of, "down_proj", 16, ANY_ADAPTERS, 8) for of in ("project", "segment_shrink"))
-    assert measurer._call(step, project) == measurer.workload.run
-    assert measurer._call(step, segments) == measurer.workload.run_add

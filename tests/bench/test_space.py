@@ -9,9 +9,9 @@ from lorac.plan.kernels import ANY_ADAPTERS, ITEMSIZE, SHARED_LIMIT
 from lorac.spec import load_spec
 from lorac.spec.backend import Tile
 from lorac.spec.folders import find_folders
+from lorac.tune.batches import Reached, reached
 from lorac.tune.model import Machine, Model, live_segments
 from lorac.tune.space import Site, candidates, distance, options, settings
-from lorac.tune.task import _classes
 
 from .conftest import SPEC
 
@@ -106,12 +106,22 @@ def test_live_segments_are_those_of_an_even_batch(tmp_path):
     assert live_segments(rule, 2, 3) == (2, 1)
 
 
-def test_sites_are_the_bounds_a_kernel_is_specialised_for(tmp_path):
+def test_sites_are_the_bounds_that_batches_get(tmp_path):
     text = SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}")
-    file, declarations, plan = planned(tmp_path, text)
+    _, _, plan = planned(tmp_path, text)
     kernels = {kernel.name: kernel for kernel in plan.backends[0].kernels}
-    of = declarations["fused"].kernels
-    assert list(_classes(kernels["shrink_qkv_proj"], of["shrink"], 8)) == [(32, 1), (32, 3)]
-    assert list(_classes(kernels["shrink_qkv_proj"], of["shrink"], 1)) == [(32, 1)], "one row has one adapter"
-    assert list(_classes(kernels["project_qkv_proj"], of["project"], 8)) == [(32, ANY_ADAPTERS)]
-    assert list(_classes(kernels["segment_shrink_qkv_proj"], of["segment_shrink"], 8)) == [(32, ANY_ADAPTERS)]
+    shrink, project = kernels["shrink_qkv_proj"], kernels["project_qkv_proj"]
+    assert reached(plan, shrink, 8) == {(32, 3): Reached([(1, 32), (3, 32)], [3])}, "of one adapter, launched for three"
+    assert reached(plan, shrink, 1) == {(32, 1): Reached([(1, 32)], [1])}, "one row has one adapter"
+    assert reached(plan, project, 8) == {(32, ANY_ADAPTERS): Reached([(0, 32), (1, 32), (3, 32)], [3])}
+    segments = reached(plan, kernels["segment_shrink_qkv_proj"], 8)
+    assert segments == {(32, ANY_ADAPTERS): Reached([(1, 32), (3, 32)], [ANY_ADAPTERS])}
+
+    variants = "variants: {nolora: {adapters: 0}, one: {adapters: 1, rank: 16}, lora: {}}"
+    _, _, plan = planned(tmp_path, text.replace("[1, 8]", "[1, 8], " + variants))
+    kernels = {kernel.name: kernel for kernel in plan.backends[0].kernels}
+    narrow, wide = Reached([(1, 16)], [1]), Reached([(1, 32), (3, 32)], [3])
+    assert reached(plan, kernels["shrink_qkv_proj"], 8) == {(16, 1): narrow, (32, 3): wide}
+    assert reached(plan, kernels["project_qkv_proj"], 8) == {
+        (32, ANY_ADAPTERS): Reached([(0, 32), (1, 32), (3, 32)], [3])
+    }

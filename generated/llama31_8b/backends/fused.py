@@ -924,8 +924,7 @@ def tiles_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratc
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in ((129, 512),)):
-        # cuBLAS is faster by more than it costs to read y again
+    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -2712,8 +2711,7 @@ def tiles_gate_up_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, sc
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in ((257, 512),)):
-        # cuBLAS is faster by more than it costs to read y again
+    if any(least <= rows <= most for least, most in LIBRARY["gate_up_proj"]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -3608,8 +3606,7 @@ def tiles_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in ((129, 256),)):
-        # cuBLAS is faster by more than it costs to read y again
+    if any(least <= rows <= most for least, most in LIBRARY["down_proj"]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -3712,6 +3709,12 @@ def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scra
     return launch_both
 
 
+# rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again
+LIBRARY = {
+    "qkv_proj": ((129, 512),),
+    "gate_up_proj": ((257, 512),),
+    "down_proj": ((129, 256),),
+}
 LINEAR = {
     "qkv_proj": linear_qkv_proj,
     "o_proj": linear_o_proj,

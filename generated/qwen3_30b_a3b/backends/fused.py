@@ -925,8 +925,7 @@ def tiles_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratc
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in ((129, 512),)):
-        # cuBLAS is faster by more than it costs to read y again
+    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -3228,6 +3227,10 @@ EXPERT_ADD = {
     "experts_down": add_experts_down,
 }
 
+# rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again
+LIBRARY = {
+    "qkv_proj": ((129, 512),),
+}
 LINEAR = {
     "qkv_proj": linear_qkv_proj,
     "o_proj": linear_o_proj,

@@ -1,0 +1,160 @@
+"""Kernels that have the base: judged with adapters and without, against the library, and held to base rows' bits."""
+
+import pytest
+
+from lorac.compile import plan_spec
+from lorac.explain import explain
+from lorac.plan.kernels import launched
+from lorac.tune.report import report
+from lorac.tune.search import Result, Search
+from lorac.tune.space import BARE, in_library, settings
+
+from .conftest import SPEC, Compiler, search
+
+ROWS = (8, 64, 256)
+
+
+@pytest.fixture
+def spec(spec):
+    spec.write_text(SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
+    return spec
+
+
+class Measurer:
+    """Times a call, batch by batch: what each of its sites asks, each batch of it, in sum; the base first, if any."""
+
+    def __init__(self, time, bits=lambda launch: 1, again=lambda declared, chosen: None):
+        self.time, self.bits, self.again, self.seen = time, bits, again, []
+
+    def measure(self, site, chosen, tried):
+        self.seen += [(site, launch) for launch in tried]
+        us = [self._us(site, chosen | {site: launch}) for launch in (chosen[site], *tried)]
+        best = self.bits(chosen[site])
+        return [Result(of, us[0], "", self.bits(launch), best) for of, launch in zip(us[1:], tried, strict=True)]
+
+    def compare(self, declared, chosen):
+        once_more = self.again(declared, chosen)
+        if once_more:
+            return once_more
+        total = [sum(self.time(site, launch, batch) for site, launch in of.items() if self.has(site, of, batch))
+                 for of in (declared, chosen) for batch in range(3)]  # fmt: skip
+        return {(batch, 32): (total[batch], total[3 + batch]) for batch in range(3)}
+
+    def has(self, site, of, batch):
+        """A tile for batches without adapters has those to itself."""
+        parted = any(other.adapters == BARE and other.stage == site.stage for other in of)
+        return (batch == 0) == (site.adapters == BARE) if parted else True
+
+    def _us(self, site, of):
+        batches = range(3) if site.stage in ("project", "tile_project") else range(1, 3)  # the first: no adapter
+        return tuple(sum(self.time(other, launch, batch) for other, launch in of.items()) for batch in batches)
+
+
+def steady(site, launch, batch):
+    """The library is fastest at 256 rows of qkv_proj; elsewhere deep pipelines of wide and short blocks are."""
+    if in_library(launch):
+        return 1.0 if (site.module, site.rows) == ("qkv_proj", 256) else 900.0
+    tile = dict(launch.tile)
+    looped = 10 * tile.get("LOOP", 0)
+    return 10.0 + 1000.0 / tile["BLOCK_N"] + 50.0 / launch.stages + tile.get("BLOCK_K", 0) / 8 + looped
+
+
+def at(plan, stage, module, rows, rank=32):
+    kernel = next(kernel for kernel in plan.backends[0].kernels if (kernel.stage, kernel.module) == (stage, module))
+    return next(of for of in kernel.launches if of.rank == rank and (not of.rows or rows <= of.rows))
+
+
+def names(plan, rows):
+    return {kernel.name for kernel in launched(plan.backends[0].kernels, rows)}
+
+
+def test_the_library_is_chosen_where_it_is_faster_and_its_expand_is_searched_there_alone(spec):
+    measurer = Measurer(steady)
+    outcome = search(spec, measurer, rows=ROWS)
+    assert outcome.ended == "nothing is left to try"
+    plan = plan_spec(spec).plan
+    assert {"tile_expand_qkv_proj", "tile_project_down_proj"} <= names(plan, 256)
+    assert {"tile_project_qkv_proj", "tile_project_down_proj"} <= names(plan, 64)
+    expanded = {(site.module, site.rows) for site, _ in measurer.seen if site.stage == "tile_expand"}
+    assert expanded == {("qkv_proj", 256)}, "what the library's side runs is measured where that is chosen"
+    assert "left to the library's GEMM" in explain(plan) and "NVIDIA H200" in explain(plan)
+    kernel = next(of for of in plan.backends[0].kernels if of.name == "tile_project_qkv_proj")
+    assert [(part.least, part.source) for part in kernel.library] == [(65, "NVIDIA H200")]
+
+
+@pytest.mark.parametrize(("stage", "rows"), [("shrink", 8), ("project", 8), ("tile_shrink", 64), ("tile_project", 64)])
+def test_every_stage_gets_its_fastest_tile(spec, stage, rows):
+    outcome = search(spec, Measurer(steady), rows=ROWS)
+    for site, found in outcome.searches.items():
+        if (site.stage, site.rows) == (stage, rows):
+            own = [launch for launch in found.predicted if not in_library(launch)]
+            assert steady(site, found.best, 1) <= 1.1 * min(steady(site, launch, 1) for launch in own)
+            chosen = at(plan_spec(spec).plan, stage, site.module, rows)
+            assert steady(site, chosen, 1) == steady(site, found.best, 1)
+    assert f"fused    {site.module}" in report(outcome)
+
+
+def bare_likes_loops(site, launch, batch):
+    loop = dict(launch.tile).get("LOOP", 0) if not in_library(launch) else 0
+    return steady(site, launch, batch) - (40 * loop if batch == 0 else 0)
+
+
+def test_batches_without_adapters_get_a_tile_of_their_own_where_it_sums_alike(spec):
+    search(spec, Measurer(bare_likes_loops), rows=ROWS)
+    plan = plan_spec(spec).plan
+    assert dict(at(plan, "tile_project", "down_proj", 64, rank=0).tile)["LOOP"] == 1
+    assert dict(at(plan, "tile_project", "down_proj", 64).tile)["LOOP"] == 0
+
+
+def test_a_tile_that_sums_otherwise_is_not_for_them(spec):
+    search(spec, Measurer(bare_likes_loops, bits=lambda launch: dict(launch.tile).get("LOOP", 0)), rows=ROWS)
+    plan = plan_spec(spec).plan
+    bare, adapted = (dict(at(plan, "tile_project", "down_proj", 64, rank=rank).tile) for rank in (0, 32))
+    assert bare["LOOP"] == adapted["LOOP"]
+
+
+def test_what_is_no_faster_once_more_stays_as_declared_also_from_the_journal(spec):
+    before = plan_spec(spec).plan
+    slower = Measurer(steady, again=lambda declared, chosen: {(1, 32): (10.0, 10.0)})
+    outcome = search(spec, slower, rows=ROWS)
+    text = outcome.table.read_text()
+    assert "configurations left out: no faster than what is declared" in report(outcome)
+    after = plan_spec(spec).plan
+    for rows in ROWS:
+        assert names(after, rows) == names(before, rows)
+        for stage in ("shrink", "project") if rows == 8 else ("tile_shrink",):
+            old, new = (settings(at(plan, stage, "down_proj", rows)) for plan in (before, after))
+            assert old == new
+    assert search(spec, Measurer(steady), rows=ROWS, resume=True, budget=0).table.read_text() == text
+
+
+def test_a_compiler_that_never_ends_does_not_outlast_the_budget(spec):
+    class Stuck(Compiler):
+        waited = 0
+
+        def ready(self, site, launch):
+            return False
+
+        def wait(self, seconds):
+            assert 0 < seconds <= 0.5
+            self.waited += 1
+
+    compiler, measurer = Stuck(), Measurer(steady)
+    outcome = search(spec, measurer, compiler, rows=ROWS, budget=30)
+    assert outcome.ended == "the budget is spent" and not measurer.seen and compiler.closed
+    assert 0 < compiler.waited <= 30
+
+
+def test_a_doubt_about_the_best_discards_what_was_measured_beside_it():
+    class Launch(int):
+        warps = 4
+
+    declared, good, better = map(Launch, range(3))
+    found = Search.__new__(Search)
+    found.declared = found.best = declared
+    found.tried, found.times, found.bits, found.bare = {}, {}, {}, None
+    found.note(good, Result((9.0,), (10.0,)))
+    found.note(better, Result((4.0,), (4.5,)))
+    assert found.best == better and found.gain == pytest.approx(0.8)
+    found.note(better, Result(problem="no faster"))
+    assert found.best == declared and found.gain == 1.0 and found.parted() == (declared, declared)

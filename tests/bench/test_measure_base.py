@@ -1,0 +1,106 @@
+"""Whole calls of kernels with the base, measured on the CPU: every choice computes the right thing, and is what ran."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lorac.emit import emit
+from lorac.plan.kernels import ANY_ADAPTERS
+from lorac.runtime.launch import Kernel
+from lorac.runtime.load import load
+from lorac.spec import load_spec
+from lorac.spec.folders import find_folders
+from lorac.tune import measure
+from lorac.tune.space import BARE, Site, in_library, library
+from lorac.tune.task import Task
+
+from .conftest import GPU, SPEC
+
+ROWS = 40  # past what the kernels for few rows serve
+
+
+class Timing:
+    us = 10.0
+
+
+@pytest.fixture
+def task(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
+    file = load_spec(path)
+    return Task(file, find_folders(file), GPU, ["fused"], [8, ROWS])
+
+
+@pytest.fixture
+def measurer(task, tmp_path, monkeypatch):
+    """On the CPU: graphs never run, and their times are alike."""
+    monkeypatch.setattr(measure, "capture", lambda run, pool: run)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(measure, "interleaved", lambda graphs: [Timing() for _ in graphs])
+    emit(task.files, tmp_path / "generated" / "small")
+    return measure.Measurer(load(tmp_path / "generated" / "small"), task.rows, task.batches, "cpu")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """(kernel, its constants) of every launch."""
+    seen, run = [], Kernel.run
+
+    def spy(self, launch, grid, **arguments):
+        seen.append((self.name, launch.constants))
+        run(self, launch, grid, **arguments)
+
+    monkeypatch.setattr(Kernel, "run", spy)
+    return seen
+
+
+def site(stage, rows=ROWS, adapters=ANY_ADAPTERS):
+    return Site("fused", stage, "down_proj", 32, adapters, rows)
+
+
+def best(task, of):
+    return {other: task.searches[other].best for other in task.beside(of)}
+
+
+def test_the_library_and_a_tile_are_two_choices_of_one_site(task, measurer, ran):
+    of = site("tile_project")
+    chosen = best(task, of)
+    own = next(launch for launch in task.searches[of].next(3) if not in_library(launch))
+    by_library, by_tile = measurer.measure(of, chosen | {of: own}, [library(of), own])
+    assert by_library.problem == by_tile.problem == ""
+    assert by_tile.us == (10.0, 10.0, 10.0), "none, one and three adapters"
+    assert by_tile.bits == by_tile.best_bits
+    assert {name for name, _ in ran} - {"route"} == {
+        f"{stage}_down_proj" for stage in ("tile_shrink", "tile_project", "tile_expand")
+    }
+    assert {constants["ACTIVE"] for name, constants in ran if name == "tile_project_down_proj"} == {0, 4}
+
+
+def test_a_kernel_by_the_librarys_side_is_measured_with_it(task, measurer, ran):
+    of, leader = site("tile_expand", adapters=3), site("tile_project")
+    chosen = best(task, of) | {leader: library(leader)}
+    (result,) = measurer.measure(of, chosen, [task.searches[of].next(1)[0]])
+    assert result.problem == "" and result.us == (10.0, 10.0)
+    assert not any(name == "tile_project_down_proj" for name, _ in ran)
+
+
+@pytest.mark.parametrize(("stage", "rows"), [("project", 8), ("tile_project", ROWS)])
+def test_base_rows_must_keep_their_bits(task, measurer, stage, rows):
+    """Two tiles that sum K in different steps: right, but not to the bit."""
+    of = site(stage, rows)
+    short, long = ({**dict(task.searches[of].best.tile), "BLOCK_K": size} for size in (16, 64))
+    short, long = (replace(task.searches[of].best, tile=tuple(tile.items())) for tile in (short, long))
+    chosen = best(task, of)
+    same, other = measurer.measure(of, chosen | {of: short}, [short, long])
+    assert same.problem == other.problem == ""
+    assert same.bits == same.best_bits != other.bits
+    declared = {name: launch for name, launch in chosen.items() if name.stage != "tile_expand"} | {of: short}
+    assert measurer.compare(declared, declared) and measurer.compare(declared, declared | {of: long})
+    mixed = declared | {replace(of, adapters=BARE): long}
+    assert measurer.compare(declared, mixed) == {}, "base rows would change with their neighbours"
+
+
+def test_a_call_as_chosen_is_compared_over_all_its_batches(task, measurer):
+    declared = task.declared(task.beside(site("project", 8)))
+    assert measurer.compare(declared, declared) == dict.fromkeys([(0, 32), (1, 32), (3, 32)], (10.0, 10.0))
