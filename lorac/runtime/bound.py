@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Moving
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Batch, Bounds
@@ -26,7 +27,8 @@ def bound(bind: _Binding) -> Callable:
         launches = bound_before(launch, x, y, slot, batch, scratch)
         if launches is None:
             launches = _bind(bind, x, y, slot, batch, scratch)
-            scratch.bound(batch)[_key(launch, x, y, slot)] = launches
+            # with the slot tensors, which the key has by their id: so no others get it
+            scratch.bound(batch)[_key(launch, x, y, slot)] = launches, slot
         return launches(x, y)
 
     launch.bind = bind
@@ -37,7 +39,8 @@ def bound_before(
     function: Callable, x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
 ) -> Launches | None:
     """What `function` bound for tensors that differ from x and y in their address alone, and for such a batch."""
-    return scratch.bound(batch).get(_key(function, x, y, slot))
+    found = scratch.bound(batch).get(_key(function, x, y, slot))
+    return found and found[0]
 
 
 def _key(function: Callable, x: torch.Tensor, y: torch.Tensor, slot: tuple) -> tuple:
@@ -46,8 +49,9 @@ def _key(function: Callable, x: torch.Tensor, y: torch.Tensor, slot: tuple) -> t
 
 def _bind(bind: _Binding, x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> Launches:
     bounds = Bounds(batch.grid, batch.adapters, batch.rank, batch.map)
-    while True:
+    for _ in range(2):
         replaced = scratch.replaced
         launches = bind(Moving(x.shape, x.stride()), Moving(y.shape, y.stride()), slot, bounds, scratch)
         if scratch.replaced == replaced:  # else a launch may be bound to what another outgrew
             return launches
+    raise PackageError(f"{bind.__name__} asks for scratch of one name in different types")

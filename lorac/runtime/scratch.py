@@ -1,7 +1,5 @@
 """Scratch tensors by name, and the launches that are bound to their addresses."""
 
-from collections.abc import Callable
-
 import torch
 
 from lorac.runtime.capture import capturing
@@ -20,10 +18,10 @@ class Scratch:
         self.replaced = 0  # tensors that another has taken the place of
         self._tensors: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
-        # by kind of batch: what was bound, and the map it was bound to, held for the kind has its id
-        self._bound: dict[tuple, tuple[dict[tuple, Callable], RowMap]] = {}
+        # by kind of batch: what was bound, and the map, which the kind has by its id: so no other gets it
+        self._bound: dict[tuple, tuple[dict[tuple, tuple], RowMap]] = {}
         self._batch: Batch | None = None
-        self._alike: dict[tuple, Callable] = {}  # of `_bound`, for `_batch`
+        self._alike: dict[tuple, tuple] = {}  # of `_bound`, for `_batch`
 
     def __call__(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
         """A tensor of at least `elements`, with `zero` of zeros when it is new.
@@ -47,7 +45,7 @@ class Scratch:
         """Those in use."""
         return list(self._tensors.values())
 
-    def bound(self, batch: Batch) -> dict[tuple, Callable]:
+    def bound(self, batch: Batch) -> dict[tuple, tuple]:
         """What has been bound to these tensors for batches that are launched like this one, by keys of who binds.
 
         It is gone once a tensor is replaced, and when many other kinds of batches have come.

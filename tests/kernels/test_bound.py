@@ -9,7 +9,7 @@ from lorac import reference
 from lorac.runtime import compiled, launch, scratch
 from lorac.runtime.bound import bound
 from lorac.runtime.compiled import Compiled
-from lorac.runtime.errors import ShapeError
+from lorac.runtime.errors import PackageError, ShapeError
 from lorac.runtime.launch import Kernel, Moving
 from lorac.verify.slots import numbered
 
@@ -162,6 +162,13 @@ def test_scratch_that_grows_while_launches_are_bound_is_the_same_for_all_of_them
     batch, slot = step.enter("up_proj", 0)
     first, second = twice(bench.random(2, IN), bench.random(2, OUT), slot, batch, step.scratch)
     assert first is second
+
+    @bound
+    def never_done(x, y, slot, batch, scratch):
+        scratch("mine", 10, torch.float32), scratch("mine", 10, torch.int32)
+
+    with pytest.raises(PackageError, match="never_done asks for scratch of one name"):
+        never_done(bench.random(2, IN), bench.random(2, OUT), slot, batch, step.scratch)
 
 
 def test_metadata_that_was_outgrown_is_read_no_more(bench, step):
