@@ -12,6 +12,7 @@ from lorac.runtime.step import Step
 
 DECODE_ROWS = 256
 PREFILL_REQUESTS = 64
+LAUNCHED_ROWS = (16, 64)  # on both sides of where tiles are read by descriptor
 _REPEATS = 200
 _COUNTED = 20
 _KINDS = {
@@ -28,18 +29,22 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class HostTime:
-    """One call: host µs (the median) and, per call, copies, kernels and synchronisations the driver was asked for."""
+    """One call: host µs (the median) and, per call, copies, kernels and synchronisations the driver was asked for.
+
+    `driver_us` is what these took, as the profiler saw it, which lengthens them.
+    """
 
     backend: str
     call: str
     us: float
+    driver_us: float
     copies: float
     kernels: float
     synchronisations: float
 
 
 def host_times(workload: Workload, backend: str) -> list[HostTime]:
-    """prepare for a decode and a prefill batch, then add (and linear) of every module, launched eagerly."""
+    """prepare for a decode and a prefill batch; add (and linear) of every module, launched eagerly in one forward."""
     slots = workload.package.LAYOUT.slots
     step = workload.package.Step(workload.slots, backend)
     names = [str(row % slots) for row in range(DECODE_ROWS)]
@@ -49,12 +54,15 @@ def host_times(workload: Workload, backend: str) -> list[HostTime]:
         f"prepare, {PREFILL_REQUESTS} prefill requests": lambda: step.prepare_prefill(requests),
     }
     times = [_timed(backend, call, run) for call, run in calls.items()]
-    step.prepare([str(row % slots) for row in range(16)])
-    return times + [_timed(backend, call, run) for call, run in _launches(workload, step).items()]
+    for rows in LAUNCHED_ROWS:
+        step.prepare([str(row % slots) for row in range(rows)])
+        with step.launching():
+            times += [_timed(backend, f"{call}, {rows} rows", run) for call, run in _launches(workload, step).items()]
+    return times
 
 
 def _launches(workload: Workload, step: Step) -> dict[str, Callable[[], object]]:
-    """add of every module on 16 rows, and linear where the backend owns the base layer."""
+    """add of every module for the prepared batch, and linear where the backend owns the base layer."""
     calls = {}
     for name, layers in workload.layers.items():
         x, layer = workload.inputs(name, step), layers[0]
@@ -74,12 +82,11 @@ def _timed(backend: str, call: str, run: Callable[[], object]) -> HostTime:
         begun = time.perf_counter()
         run()
         samples.append((time.perf_counter() - begun) * 1e6)
-    counts = _counts(run)
-    return HostTime(backend, call, median(samples), *(counts[kind] / _COUNTED for kind in _KINDS))
+    return HostTime(backend, call, median(samples), *_driver(run))
 
 
-def _counts(run: Callable[[], object]) -> dict[str, int]:
-    """Calls of the driver in some repeats, by kind. The profiler's own synchronisation comes after them."""
+def _driver(run: Callable[[], object]) -> tuple[float, ...]:
+    """Of one call: µs in the driver, and its calls by kind. The profiler's own synchronisation comes after them."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -88,5 +95,7 @@ def _counts(run: Callable[[], object]) -> dict[str, int]:
                 run()
     events = list(profile.events())
     counted = next(event.time_range for event in events if event.name == "counted")
-    inside = [event.name for event in events if counted.start <= event.time_range.start < counted.end]
-    return {kind: sum(name.startswith(heads) for name in inside) for kind, heads in _KINDS.items()}
+    inside = [event for event in events if counted.start <= event.time_range.start < counted.end]
+    kinds = [[event for event in inside if event.name.startswith(heads)] for heads in _KINDS.values()]
+    us = sum(event.time_range.elapsed_us() for kind in kinds for event in kind)
+    return us / _COUNTED, *(len(kind) / _COUNTED for kind in kinds)

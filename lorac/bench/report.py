@@ -95,9 +95,9 @@ def _host_table(host: list[HostTime]) -> str:
     if not host:
         return ""
     rows = [
-        (of.backend, of.call, f"{of.us:.1f}", f"{of.copies:g}", f"{of.kernels:g}", f"{of.synchronisations:g}")
+        (of.backend, of.call, f"{of.us:.1f}", f"{of.driver_us:.1f}")
+        + (f"{of.copies:g}", f"{of.kernels:g}", f"{of.synchronisations:g}")
         for of in host
     ]
-    return "the host's share of each call\n" + table(
-        ("backend", "call", "µs", "copies", "kernels", "synchronisations"), rows
-    )
+    heads = ("backend", "call", "µs", "in the driver", "copies", "kernels", "synchronisations")
+    return "the host's share of each call\n" + table(heads, rows)

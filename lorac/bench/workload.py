@@ -79,6 +79,11 @@ class Workload:
             self._mixed[key] = step, [row for row, slot in enumerate(row_slot) if slot < 0]
         return self._mixed[key]
 
+    @property
+    def steps(self) -> list[Step]:
+        """Every step prepared so far."""
+        return [*self._steps.values(), *(step for step, _ in self._mixed.values())]
+
     def inputs(self, module: str, step: Step) -> torch.Tensor:
         """x [rows, in_features] for a prepared step, padded as its graph is."""
         return self.rows_in(module, step.batch.padded)

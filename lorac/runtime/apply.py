@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import linear as base_linear
 
+from lorac.runtime.bound import bound_before
 from lorac.runtime.errors import ShapeError
 from lorac.runtime.layout import Module
 from lorac.runtime.step import Step
@@ -21,13 +22,18 @@ def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -
         raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
     with step.launching():
         batch, slot = step.enter(module, layer)
+        launch = step.backend.ADD[module]
+        launches = bound_before(launch, x, y, slot, batch, step.scratch)
+        if launches is not None and not (x.data_ptr() | y.data_ptr()) % 16:
+            launches(x, y)  # tensors laid out like these have passed the checks below
+            return y
         rows = rows_of(x, spec, step, batch)
         target = _target(y, rows.shape[0], spec, step)
         if batch.adapters:
             # rows of a view can start anywhere; the kernels' stores are compiled for aligned ones
             aligned = target.stride(0) % spec.aligned[1] == 0 and target.data_ptr() % 16 == 0
             work = target if aligned else target.clone(memory_format=torch.contiguous_format)
-            step.backend.ADD[module](rows, work, slot, batch, step.scratch)
+            launch(rows, work, slot, batch, step.scratch)
             if not aligned:
                 target.copy_(work)
     return y
@@ -44,32 +50,32 @@ def linear(
     owned = getattr(step.backend, "LINEAR", {}).get(module)
     if owned is None or bias is not None:
         return add(module, layer, x, base_linear(x, weight, bias), step)
-    if weight.shape != (spec.out_features, spec.in_features) or not weight.is_contiguous():
-        raise ShapeError(
-            f"{module}: weight is {list(weight.shape)} with strides {weight.stride()}, expected contiguous "
-            f"[{spec.out_features}, {spec.in_features}]"
-        )
-    if weight.data_ptr() % 16:
-        raise ShapeError(f"{module}: weight starts on no 16 bytes, as the kernels' loads need; pass weight.clone()")
     with step.launching():
         batch, slot = step.enter(module, layer)
-        rows = rows_of(x, spec, step, batch)
-        return owned(rows, weight, slot, batch, step.scratch).view(*x.shape[:-1], spec.out_features)
+        launches = bound_before(owned, x, weight, slot, batch, step.scratch)
+        if launches is not None and not (x.data_ptr() | weight.data_ptr()) % 16:
+            return launches(x, weight)  # tensors laid out like these have passed the checks below
+        _fits(weight, spec, step)
+        y = owned(rows_of(x, spec, step, batch), weight, slot, batch, step.scratch)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], spec.out_features)
 
 
 def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tensor:
     """x as [rows, in_features] with rows that start on 16 bytes; copied where it is laid out otherwise."""
     if spec.kind == "embedding":
         # the last token of each row of a batch is strided, and the kernels step from one id to the next
+        if x.device != step.device:
+            raise ShapeError(f"{spec.name}: x is on {x.device}, expected token ids on {step.device}")
         return _sized(x.reshape(-1).to(torch.int64).contiguous(), spec, batch)
     if x.dtype != step.slots.dtype or x.shape[-1] != spec.in_features or x.device != step.device:
         raise ShapeError(
             f"{spec.name}: x is {list(x.shape)} {x.dtype} on {x.device}, expected [..., {spec.in_features}] "
             f"{step.slots.dtype} on {step.device}"
         )
-    rows = _sized(x.reshape(-1, spec.in_features), spec, batch)
+    rows = _sized(x if x.dim() == 2 else x.reshape(-1, spec.in_features), spec, batch)
     # the kernels' loads are compiled for rows aligned as those of a contiguous tensor; a tile's rows lie apart
-    if rows.stride(1) != 1 or not rows.stride(0) or rows.stride(0) % spec.aligned[0] or rows.data_ptr() % 16:
+    row, column = rows.stride()
+    if column != 1 or not row or row % spec.aligned[0] or rows.data_ptr() % 16:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows
 
@@ -83,12 +89,26 @@ def _sized(rows: torch.Tensor, spec: Module, batch: Batch) -> torch.Tensor:
     return rows
 
 
+def _fits(weight: torch.Tensor, spec: Module, step: Step) -> None:
+    """Whether the kernels can read the base layer's weight."""
+    shape = (spec.out_features, spec.in_features)
+    alike = weight.dtype == step.slots.dtype and weight.device == step.device
+    if not alike or weight.shape != shape or not weight.is_contiguous():
+        raise ShapeError(
+            f"{spec.name}: weight is {list(weight.shape)} {weight.dtype} on {weight.device} with strides "
+            f"{weight.stride()}, expected contiguous {list(shape)} {step.slots.dtype} on {step.device}"
+        )
+    if weight.data_ptr() % 16:
+        raise ShapeError(f"{spec.name}: weight starts on no 16 bytes, as the kernels' loads need; pass weight.clone()")
+
+
 def _target(y: torch.Tensor, rows: int, spec: Module, step: Step) -> torch.Tensor:
     """y as [rows, out_features], sharing its memory."""
-    if y.dtype != step.slots.dtype or y.shape[-1] != spec.out_features or y.numel() != rows * spec.out_features:
+    alike = y.dtype == step.slots.dtype and y.device == step.device
+    if not alike or y.shape[-1] != spec.out_features or y.numel() != rows * spec.out_features:
         raise ShapeError(
-            f"{spec.name}: y is {list(y.shape)} {y.dtype}, "
-            f"expected {rows} rows of {spec.out_features} in {step.slots.dtype}"
+            f"{spec.name}: y is {list(y.shape)} {y.dtype} on {y.device}, expected {rows} rows of {spec.out_features} "
+            f"in {step.slots.dtype} on {step.device}"
         )
     try:
         target = y.view(rows, spec.out_features)

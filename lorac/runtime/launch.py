@@ -6,13 +6,14 @@ plan has fixed; a compiled kernel called directly costs well under one.
 
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
-from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lorac.runtime.compiled import Compiled, Tiles
 from lorac.runtime.errors import CaptureError, PackageError
 
 _ELEMENT = {
@@ -42,6 +43,17 @@ def processors(device: int) -> int:
 def cdiv(a: int, b: int) -> int:
     """Ceiling division of whole numbers. Triton's own costs microseconds on the host."""
     return -(-a // b)
+
+
+def nothing(*tensors: torch.Tensor) -> None:
+    """What stands for the launches of work there is none of."""
+
+
+class Moving(NamedTuple):
+    """Stands in `Kernel.bind` for a tensor that each launch is given: all of it but its address is fixed."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class Launch:
@@ -85,7 +97,7 @@ class Kernel:
             expected = [*arguments, *constants]
             raise PackageError(f"kernel {self.name} takes {function.arg_names}, but is passed {expected}")
         self.launches = tuple(Launch(*row[:6], dict(zip(constants, row[6:], strict=True))) for row in launches)
-        self._compiled: dict[tuple[Launch, int], _Compiled] = {}
+        self._compiled: dict[tuple[Launch, int], Compiled] = {}
         matched = {name: _TILED.fullmatch(of) for name, of in arguments.items()}
         self._tiled = {name: found.groups() for name, found in matched.items() if found}
 
@@ -111,18 +123,33 @@ class Kernel:
         device = torch.cuda.current_device()
         self._found(launch, device, arguments).run(grid, device, arguments.values())
 
-    def bind(self, launch: Launch, grid: tuple[int, ...], **arguments) -> Callable[[], None]:
+    def bind(self, launch: Launch, grid: tuple[int, ...], **arguments) -> Callable[..., None]:
         """`run` with these arguments on the current device, to be called again and again: tensors stay where they are.
 
-        Half of what `run` costs the host is done here, once.
+        Each call is passed the tensors that Moving stands for, in the order of the arguments. They must be laid out as
+        it says, in the kernel's types, and start on 16 bytes: no call looks. Nearly all that `run` costs is done here.
         """
+        moving = [name for name, value in arguments.items() if isinstance(value, Moving)]
         if interpreted():
-            return partial(self.run, launch, grid, **arguments)
+            return lambda *tensors: self.run(launch, grid, **arguments | dict(zip(moving, tensors, strict=True)))
+        if not all(grid):
+            return nothing
         device = torch.cuda.current_device()
-        values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments.values()]
-        return self._found(launch, device, arguments).bound(grid, device, values)
+        compiled = self._found(launch, device, arguments)
+        values, places = [], []
+        for name, value in arguments.items():
+            if isinstance(value, Moving):
+                tiles = self._tiles(name, value, launch)
+                places.append((len(values), tiles))
+                value = tiles and tiles.descriptor
+            elif name in self._tiled:
+                value = TensorDescriptor(value, value.shape, value.stride(), self._block(name, launch))
+            elif isinstance(value, torch.Tensor):
+                value = value.data_ptr()  # of a tensor, the launcher would ask the driver where it is
+            values.append(value)
+        return compiled.bound(grid, device, values, places)
 
-    def _found(self, launch: Launch, device: int, arguments: dict) -> "_Compiled":
+    def _found(self, launch: Launch, device: int, arguments: dict) -> Compiled:
         compiled = self._compiled.get((launch, device))
         if compiled is not None:
             return compiled
@@ -130,7 +157,7 @@ class Kernel:
             raise PackageError(f"kernel {self.name} takes {list(self.arguments)}, not {list(arguments)}")
         return self.compile(launch)
 
-    def compile(self, launch: Launch) -> "_Compiled":
+    def compile(self, launch: Launch) -> Compiled:
         """Compile one configuration for the current device without running it; later launches reuse it.
 
         Raises CaptureError while a graph is captured (loading a module there is illegal) and PackageError once sealed.
@@ -146,7 +173,7 @@ class Kernel:
         constants, options = launch.specialised(dependent)
         values = [self._example(name, launch) for name in self.arguments]
         compiled = self.function.warmup(*values, grid=(1,), **constants, **options)
-        self._compiled[launch, device] = _Compiled(compiled, tuple(constants.values()), launch.pdl and dependent)
+        self._compiled[launch, device] = Compiled(compiled, tuple(constants.values()), launch.pdl and dependent)
         return self._compiled[launch, device]
 
     def signature(self, launch: Launch) -> dict[str, str]:
@@ -156,6 +183,12 @@ class Kernel:
             for name, (element, *_) in self._tiled.items()
         }
         return self.arguments | tiled
+
+    def _tiles(self, name: str, moving: Moving, launch: Launch) -> Tiles | None:
+        """The descriptor that stands for a moving tensor; None where a kernel takes its address."""
+        if name not in self._tiled:
+            return None
+        return Tiles(*moving, _ELEMENT[self._tiled[name][0]], self._block(name, launch))
 
     def _block(self, name: str, launch: Launch) -> list[int]:
         """Rows and columns of the tiles an argument is read in."""
@@ -169,40 +202,3 @@ class Kernel:
             return TensorDescriptor(tensor, block, tensor.stride(), block)
         of = self.arguments[name]
         return _ELEMENT[of[1:]] if of.startswith("*") else _SCALAR[of]
-
-
-class _Compiled:
-    """A compiled kernel with its constants, ready to be called."""
-
-    def __init__(self, compiled, constants: tuple[int, ...], pdl: bool):
-        compiled._init_handles()
-        self.compiled, self.constants, self.pdl = compiled, constants, pdl
-        self.handles = (compiled.function, compiled.packed_metadata, None, None, None)  # what each launch begins with
-
-    def bound(self, grid: tuple[int, ...], device: int, arguments: list) -> Callable[[], None]:
-        """`run` of a kernel without dependent launches, always with these arguments."""
-        launch, (x, y, z) = self.compiled.run, (*grid, 1, 1)[:3]
-        stream_of, hooks = driver.active.get_current_stream, triton.knobs.runtime
-        fixed = (*self.handles, *arguments, *self.constants)
-
-        def call() -> None:
-            if hooks.launch_enter_hook.calls:
-                self.run(grid, device, arguments)
-            else:
-                launch(x, y, z, stream_of(device), *fixed)
-
-        return call
-
-    def run(self, grid: tuple[int, ...], device: int, arguments) -> None:
-        """What `compiled[grid](*arguments)` does, less its per-call bookkeeping; hooks of profilers take that way."""
-        compiled = self.compiled
-        if self.pdl:
-            # Dependent launches overlap in captured graphs alone: what a kernel reads before its wait (metadata, slots)
-            # was written before the graph began. Between eager launches it may be the previous kernel's output.
-            compiled.run.launch_pdl = torch.cuda.is_current_stream_capturing()
-        if triton.knobs.runtime.launch_enter_hook.calls:
-            compiled[(*grid, 1, 1)[:3]](*arguments, *self.constants)
-            return
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(device)
-        compiled.run(x, y, z, stream, *self.handles, *arguments, *self.constants)

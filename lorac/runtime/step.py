@@ -12,12 +12,13 @@ import torch
 
 from lorac.runtime import routing
 from lorac.runtime.agree import Agreement, Question
-from lorac.runtime.capture import Engine, capturing, engine_for
+from lorac.runtime.capture import Engine, engine_for
 from lorac.runtime.errors import CaptureError, PackageError, ShapeError, TicketError
 from lorac.runtime.launch import interpreted
 from lorac.runtime.launching import Launching
 from lorac.runtime.layout import Layout
 from lorac.runtime.metadata import UNCUT, Metadata
+from lorac.runtime.scratch import Scratch
 from lorac.runtime.segments import Grid, decode_grid, prefill_grid, segment_slots
 from lorac.runtime.ticket import Admission, Batch, PackageTables, Ticket
 
@@ -88,8 +89,7 @@ class Step:
         self._admission = functools.lru_cache(maxsize=1024)(tables.admit)
         self._found: dict[tuple, _Found] = {}
         self._found_at = -1
-        self._scratch: dict[str, torch.Tensor] = {}
-        self._outgrown: list[torch.Tensor] = []
+        self.scratch = Scratch(self.device)
         self._serials = itertools.count(1)
         self._in_use: tuple[int, ...] = ()
         self.inside = False  # of `launching`
@@ -159,25 +159,9 @@ class Step:
                     f"slot {slot} changed after ticket {ticket.serial} was prepared: prepare the batch again"
                 )
 
-    def scratch(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-        """A flat scratch tensor of at least `elements`. It grows outside captures only; graphs keep outgrown ones.
-
-        Raises CaptureError when it would have to grow during a capture.
-        """
-        held = self._scratch.get(name)
-        if held is not None and held.numel() >= elements and held.dtype == dtype:
-            return held
-        if capturing():
-            raise CaptureError(f"scratch {name!r} would grow to {elements} elements during a capture: warm up first")
-        if held is not None:
-            self._outgrown.append(held)
-        make = torch.zeros if zero else torch.empty
-        self._scratch[name] = make(elements, dtype=dtype, device=self.device)
-        return self._scratch[name]
-
     def scratch_tensors(self) -> list[torch.Tensor]:
         """The scratch tensors in use."""
-        return list(self._scratch.values())
+        return self.scratch.tensors()
 
     def describe(self, phase: str, bucket: int, variant: str, rows_per_request: int = 1) -> Batch:
         """The fullest batch of a graph key, for warm-up and capture: every row, adapter and request. See `using`.

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple, Protocol
 
-import torch
-
 from lorac.runtime.launch import Kernel
 from lorac.runtime.layout import Layout
 from lorac.runtime.metadata import RowMap
@@ -50,10 +48,13 @@ class Batch(NamedTuple):
     padded: int  # rows of the bucket, or the live rows
 
 
-class Scratch(Protocol):
-    """A flat scratch tensor of at least that many elements, by name; `Step.scratch`."""
+class Bounds(NamedTuple):
+    """What of a batch may decide how it is launched: batches that have this in common are launched alike."""
 
-    def __call__(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor: ...
+    grid: Grid
+    adapters: int
+    rank: int
+    map: RowMap
 
 
 class PackageTables(Protocol):

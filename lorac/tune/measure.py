@@ -130,6 +130,8 @@ class Measurer:
                 if (kernel, row) not in self._launches:
                     self._launches[kernel, row] = runtime_launch(kernel, row)
             kernel.launches = tuple(self._launches[kernel, row] for row in rows)
+        for held in self.workload.steps:
+            held.scratch.forget()  # launches bound to other configurations
 
     def _has_base(self, site: Site) -> bool:
         return "weight" in self._kernel(site).arguments

@@ -36,7 +36,8 @@ import triton
 import triton.language as tl
 
 from lorac.runtime.launch import Kernel
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Batch
 
 {% for module in modules %}
 {% set kernel = module.kernels[0] %}

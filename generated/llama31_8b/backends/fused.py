@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv, processors
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.bound import Launches, bound
+from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Bounds
 
 
 @triton.jit
@@ -621,23 +623,24 @@ SEGMENT_EXPAND_QKV_PROJ = Kernel(
 )
 
 
-def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 6144] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_QKV_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 3 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 3 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 3 * cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 3 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_QKV_PROJ.run(
+    first = SEGMENT_SHRINK_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -654,7 +657,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     launch = SEGMENT_EXPAND_QKV_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
-    SEGMENT_EXPAND_QKV_PROJ.run(
+    last = SEGMENT_EXPAND_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -665,32 +668,40 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+@bound
+def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 6144]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    b = b.view(6144, 512)
+    b = b.view(6144, COLUMNS.value)
     rows, index = x.shape[0], batch.map
-    h = x  # not read without adapters
+    y = Moving((rows, 6144), (6144, 1))
+    first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 3 * rows * b.shape[1], x.dtype)
-        h = h[: 3 * rows * b.shape[1]].view(-1, b.shape[1])
+        h = scratch("h", 3 * rows * COLUMNS.value, torch.bfloat16)
+        h = h[: 3 * rows * COLUMNS.value].view(3 * rows, COLUMNS.value)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_QKV_PROJ.run(
+        first = TILE_SHRINK_QKV_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -706,29 +717,35 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             rows=rows,
         )
     if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(4096, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N)
-            TILE_EXPAND_QKV_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                h=h,
-                b=b,
-                active=index.active,
-                spans=index.spans,
-                row_slot=index.row_slot,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(4096, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N)
+        last = TILE_EXPAND_QKV_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            h=h,
+            b=b,
+            active=index.active,
+            spans=index.spans,
+            row_slot=index.row_slot,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_QKV_PROJ.run(
+    last = TILE_PROJECT_QKV_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         h=h,
@@ -738,7 +755,14 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 # o_proj: 4096 -> o_proj 4096
@@ -1215,23 +1239,24 @@ SEGMENT_EXPAND_O_PROJ = Kernel(
 )
 
 
-def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 4096] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_O_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 1 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_O_PROJ.run(
+    first = SEGMENT_SHRINK_O_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -1248,7 +1273,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
     launch = SEGMENT_EXPAND_O_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N)
-    SEGMENT_EXPAND_O_PROJ.run(
+    last = SEGMENT_EXPAND_O_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -1259,32 +1284,40 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+@bound
+def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 4096]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    b = b.view(4096, 512)
+    b = b.view(4096, COLUMNS.value)
     rows, index = x.shape[0], batch.map
-    h = x  # not read without adapters
+    y = Moving((rows, 4096), (4096, 1))
+    first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
         shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 1 * rows * b.shape[1], x.dtype)
-        h = h[: 1 * rows * b.shape[1]].view(-1, b.shape[1])
+        h = scratch("h", 1 * rows * COLUMNS.value, torch.bfloat16)
+        h = h[: 1 * rows * COLUMNS.value].view(1 * rows, COLUMNS.value)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_O_PROJ.run(
+        first = TILE_SHRINK_O_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -1300,29 +1333,35 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
             rows=rows,
         )
     if any(least <= rows <= most for least, most in LIBRARY["o_proj"]):
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(4096, expand.BLOCK_N)
-            TILE_EXPAND_O_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                h=h,
-                b=b,
-                active=index.active,
-                spans=index.spans,
-                row_slot=index.row_slot,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(4096, expand.BLOCK_N)
+        last = TILE_EXPAND_O_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            h=h,
+            b=b,
+            active=index.active,
+            spans=index.spans,
+            row_slot=index.row_slot,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_O_PROJ.run(
+    last = TILE_PROJECT_O_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         h=h,
@@ -1332,7 +1371,14 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 # gate_up_proj: 4096 -> gate_proj 14336 | up_proj 14336
@@ -1827,23 +1873,24 @@ SEGMENT_EXPAND_GATE_UP_PROJ = Kernel(
 )
 
 
-def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 28672] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 2 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 2 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 2 * cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 2 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_GATE_UP_PROJ.run(
+    first = SEGMENT_SHRINK_GATE_UP_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -1860,7 +1907,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
     launch = SEGMENT_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
-    SEGMENT_EXPAND_GATE_UP_PROJ.run(
+    last = SEGMENT_EXPAND_GATE_UP_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -1871,34 +1918,40 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def linear_gate_up_proj(
-    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
-) -> torch.Tensor:
+    return launch_both
+
+
+@bound
+def linear_gate_up_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 28672]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    b = b.view(28672, 512)
+    b = b.view(28672, COLUMNS.value)
     rows, index = x.shape[0], batch.map
-    h = x  # not read without adapters
+    y = Moving((rows, 28672), (28672, 1))
+    first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
         shrink = TILE_SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 2 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 2 * rows * b.shape[1], x.dtype)
-        h = h[: 2 * rows * b.shape[1]].view(-1, b.shape[1])
+        h = scratch("h", 2 * rows * COLUMNS.value, torch.bfloat16)
+        h = h[: 2 * rows * COLUMNS.value].view(2 * rows, COLUMNS.value)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_GATE_UP_PROJ.run(
+        first = TILE_SHRINK_GATE_UP_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -1914,29 +1967,35 @@ def linear_gate_up_proj(
             rows=rows,
         )
     if any(least <= rows <= most for least, most in LIBRARY["gate_up_proj"]):
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(14336, expand.BLOCK_N) + cdiv(14336, expand.BLOCK_N)
-            TILE_EXPAND_GATE_UP_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                h=h,
-                b=b,
-                active=index.active,
-                spans=index.spans,
-                row_slot=index.row_slot,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(14336, expand.BLOCK_N) + cdiv(14336, expand.BLOCK_N)
+        last = TILE_EXPAND_GATE_UP_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            h=h,
+            b=b,
+            active=index.active,
+            spans=index.spans,
+            row_slot=index.row_slot,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
     tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_GATE_UP_PROJ.run(
+    last = TILE_PROJECT_GATE_UP_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         h=h,
@@ -1946,7 +2005,14 @@ def linear_gate_up_proj(
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 # down_proj: 14336 -> down_proj 4096
@@ -2423,23 +2489,24 @@ SEGMENT_EXPAND_DOWN_PROJ = Kernel(
 )
 
 
-def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 4096] += LoRA of x [rows, 14336], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_DOWN_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 1 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_DOWN_PROJ.run(
+    first = SEGMENT_SHRINK_DOWN_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -2456,7 +2523,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
     launch = SEGMENT_EXPAND_DOWN_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N)
-    SEGMENT_EXPAND_DOWN_PROJ.run(
+    last = SEGMENT_EXPAND_DOWN_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -2467,34 +2534,40 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def linear_down_proj(
-    x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
-) -> torch.Tensor:
+    return launch_both
+
+
+@bound
+def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 14336] @ weight.T + LoRA of x, [rows, 4096]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    b = b.view(4096, 512)
+    b = b.view(4096, COLUMNS.value)
     rows, index = x.shape[0], batch.map
-    h = x  # not read without adapters
+    y = Moving((rows, 4096), (4096, 1))
+    first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
         shrink = TILE_SHRINK_DOWN_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 1 * rows * b.shape[1], x.dtype)
-        h = h[: 1 * rows * b.shape[1]].view(-1, b.shape[1])
+        h = scratch("h", 1 * rows * COLUMNS.value, torch.bfloat16)
+        h = h[: 1 * rows * COLUMNS.value].view(1 * rows, COLUMNS.value)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_DOWN_PROJ.run(
+        first = TILE_SHRINK_DOWN_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -2510,29 +2583,35 @@ def linear_down_proj(
             rows=rows,
         )
     if any(least <= rows <= most for least, most in LIBRARY["down_proj"]):
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(4096, expand.BLOCK_N)
-            TILE_EXPAND_DOWN_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                h=h,
-                b=b,
-                active=index.active,
-                spans=index.spans,
-                row_slot=index.row_slot,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(4096, expand.BLOCK_N)
+        last = TILE_EXPAND_DOWN_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            h=h,
+            b=b,
+            active=index.active,
+            spans=index.spans,
+            row_slot=index.row_slot,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_DOWN_PROJ.run(
+    last = TILE_PROJECT_DOWN_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         h=h,
@@ -2542,7 +2621,14 @@ def linear_down_proj(
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 # rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again

@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.bound import Launches, bound
+from lorac.runtime.launch import Kernel, Moving, cdiv
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Bounds
 
 # qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
 
@@ -195,23 +197,24 @@ EXPAND_QKV_PROJ = Kernel(
 )
 
 
-def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 6144] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_QKV_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 3 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 3 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 3 * cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 3 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SHRINK_QKV_PROJ.run(
+    first = SHRINK_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -228,7 +231,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     launch = EXPAND_QKV_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
-    EXPAND_QKV_PROJ.run(
+    last = EXPAND_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -239,9 +242,15 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 # o_proj: 4096 -> o_proj 4096
@@ -418,23 +427,24 @@ EXPAND_O_PROJ = Kernel(
 )
 
 
-def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 4096] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_O_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 1 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SHRINK_O_PROJ.run(
+    first = SHRINK_O_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -451,7 +461,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
     launch = EXPAND_O_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N)
-    EXPAND_O_PROJ.run(
+    last = EXPAND_O_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -462,9 +472,15 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 # gate_up_proj: 4096 -> gate_proj 14336 | up_proj 14336
@@ -647,23 +663,24 @@ EXPAND_GATE_UP_PROJ = Kernel(
 )
 
 
-def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 28672] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 2 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 2 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 2 * cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 2 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SHRINK_GATE_UP_PROJ.run(
+    first = SHRINK_GATE_UP_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -680,7 +697,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
     launch = EXPAND_GATE_UP_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
-    EXPAND_GATE_UP_PROJ.run(
+    last = EXPAND_GATE_UP_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -691,9 +708,15 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 # down_proj: 14336 -> down_proj 4096
@@ -870,23 +893,24 @@ EXPAND_DOWN_PROJ = Kernel(
 )
 
 
-def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 4096] += LoRA of x [rows, 14336], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_DOWN_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 1 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SHRINK_DOWN_PROJ.run(
+    first = SHRINK_DOWN_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -903,7 +927,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
     launch = EXPAND_DOWN_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N)
-    EXPAND_DOWN_PROJ.run(
+    last = EXPAND_DOWN_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -914,9 +938,15 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 ADD = {

@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv, processors
+from lorac.runtime.bound import Launches, bound
+from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Batch, Bounds
 
 
 @triton.jit
@@ -628,23 +630,24 @@ SEGMENT_EXPAND_QKV_PROJ = Kernel(
 )
 
 
-def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 5120] += LoRA of x [rows, 2048], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_QKV_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 3 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 3 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 3 * cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 3 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_QKV_PROJ.run(
+    first = SEGMENT_SHRINK_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -661,7 +664,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     launch = SEGMENT_EXPAND_QKV_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(512, launch.BLOCK_N) + cdiv(512, launch.BLOCK_N)
-    SEGMENT_EXPAND_QKV_PROJ.run(
+    last = SEGMENT_EXPAND_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -672,32 +675,40 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+@bound
+def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 2048] @ weight.T + LoRA of x, [rows, 5120]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    b = b.view(5120, 128)
+    b = b.view(5120, COLUMNS.value)
     rows, index = x.shape[0], batch.map
-    h = x  # not read without adapters
+    y = Moving((rows, 5120), (5120, 1))
+    first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 3 * rows * b.shape[1], x.dtype)
-        h = h[: 3 * rows * b.shape[1]].view(-1, b.shape[1])
+        h = scratch("h", 3 * rows * COLUMNS.value, torch.bfloat16)
+        h = h[: 3 * rows * COLUMNS.value].view(3 * rows, COLUMNS.value)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_QKV_PROJ.run(
+        first = TILE_SHRINK_QKV_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -713,29 +724,35 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             rows=rows,
         )
     if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(4096, expand.BLOCK_N) + cdiv(512, expand.BLOCK_N) + cdiv(512, expand.BLOCK_N)
-            TILE_EXPAND_QKV_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                h=h,
-                b=b,
-                active=index.active,
-                spans=index.spans,
-                row_slot=index.row_slot,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(4096, expand.BLOCK_N) + cdiv(512, expand.BLOCK_N) + cdiv(512, expand.BLOCK_N)
+        last = TILE_EXPAND_QKV_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            h=h,
+            b=b,
+            active=index.active,
+            spans=index.spans,
+            row_slot=index.row_slot,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 5120, dtype=x.dtype, device=x.device)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(512, launch.BLOCK_N) + cdiv(512, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_QKV_PROJ.run(
+    last = TILE_PROJECT_QKV_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         h=h,
@@ -745,7 +762,14 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 5120, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 # o_proj: 4096 -> o_proj 2048
@@ -1222,23 +1246,24 @@ SEGMENT_EXPAND_O_PROJ = Kernel(
 )
 
 
-def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 2048] += LoRA of x [rows, 4096], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_O_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.bfloat16)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
     split = launch.SPLIT_K if launch.SPLIT_K > 1 else 0
     parts = scratch("parts", split * rows * 1 * launch.RANK, torch.float32)
     ticks = scratch("ticks", segments * blocks * tiles if split else 0, torch.int32, zero=True)
-    SEGMENT_SHRINK_O_PROJ.run(
+    first = SEGMENT_SHRINK_O_PROJ.bind(
         launch,
         (segments * blocks, tiles, launch.SPLIT_K),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -1255,7 +1280,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
     launch = SEGMENT_EXPAND_O_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(2048, launch.BLOCK_N)
-    SEGMENT_EXPAND_O_PROJ.run(
+    last = SEGMENT_EXPAND_O_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -1266,32 +1291,40 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+@bound
+def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 2048]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    b = b.view(2048, 128)
+    b = b.view(2048, COLUMNS.value)
     rows, index = x.shape[0], batch.map
-    h = x  # not read without adapters
+    y = Moving((rows, 2048), (2048, 1))
+    first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
         shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 1 * rows * b.shape[1], x.dtype)
-        h = h[: 1 * rows * b.shape[1]].view(-1, b.shape[1])
+        h = scratch("h", 1 * rows * COLUMNS.value, torch.bfloat16)
+        h = h[: 1 * rows * COLUMNS.value].view(1 * rows, COLUMNS.value)
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
-        TILE_SHRINK_O_PROJ.run(
+        first = TILE_SHRINK_O_PROJ.bind(
             shrink,
             (tiles * shrink.SPLIT_K + cdiv(rows, UNIT.value),),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -1307,29 +1340,35 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
             rows=rows,
         )
     if any(least <= rows <= most for least, most in LIBRARY["o_proj"]):
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(2048, expand.BLOCK_N)
-            TILE_EXPAND_O_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                h=h,
-                b=b,
-                active=index.active,
-                spans=index.spans,
-                row_slot=index.row_slot,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(2048, expand.BLOCK_N)
+        last = TILE_EXPAND_O_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            h=h,
+            b=b,
+            active=index.active,
+            spans=index.spans,
+            row_slot=index.row_slot,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 2048, dtype=x.dtype, device=x.device)
     tiles = cdiv(2048, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_O_PROJ.run(
+    last = TILE_PROJECT_O_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         h=h,
@@ -1339,7 +1378,14 @@ def linear_o_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Bat
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 2048, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 SHARES_LIMIT = tl.constexpr(MOST_SHARES)

@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.bound import Launches, bound
+from lorac.runtime.launch import Kernel, Moving, cdiv
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Bounds
 
 # qkv_proj: 64 -> q_proj 64 | k_proj 32 | v_proj 32
 
@@ -186,20 +188,21 @@ EXPAND_QKV_PROJ = Kernel(
 )
 
 
-def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 128] += LoRA of x [rows, 64], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_QKV_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 3 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 3 * launch.RANK, torch.float32)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 3 * cdiv(launch.RANK, launch.BLOCK_N)
-    SHRINK_QKV_PROJ.run(
+    first = SHRINK_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -214,7 +217,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     launch = EXPAND_QKV_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
-    EXPAND_QKV_PROJ.run(
+    last = EXPAND_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -225,9 +228,15 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 # o_proj: 64 -> o_proj 64
@@ -392,20 +401,21 @@ EXPAND_O_PROJ = Kernel(
 )
 
 
-def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 64] += LoRA of x [rows, 64], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_O_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.float32)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
-    SHRINK_O_PROJ.run(
+    first = SHRINK_O_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -420,7 +430,7 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
     launch = EXPAND_O_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(64, launch.BLOCK_N)
-    EXPAND_O_PROJ.run(
+    last = EXPAND_O_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -431,9 +441,15 @@ def add_o_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scra
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 # gate_up_proj: 64 -> gate_proj 96 | up_proj 96
@@ -606,20 +622,21 @@ EXPAND_GATE_UP_PROJ = Kernel(
 )
 
 
-def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 192] += LoRA of x [rows, 64], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 2 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 2 * launch.RANK, torch.float32)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 2 * cdiv(launch.RANK, launch.BLOCK_N)
-    SHRINK_GATE_UP_PROJ.run(
+    first = SHRINK_GATE_UP_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -634,7 +651,7 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
     launch = EXPAND_GATE_UP_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(96, launch.BLOCK_N) + cdiv(96, launch.BLOCK_N)
-    EXPAND_GATE_UP_PROJ.run(
+    last = EXPAND_GATE_UP_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -645,9 +662,15 @@ def add_gate_up_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 # down_proj: 96 -> down_proj 64
@@ -813,20 +836,21 @@ EXPAND_DOWN_PROJ = Kernel(
 )
 
 
-def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 64] += LoRA of x [rows, 96], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_DOWN_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.float32)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
-    SHRINK_DOWN_PROJ.run(
+    first = SHRINK_DOWN_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -841,7 +865,7 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
     launch = EXPAND_DOWN_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(64, launch.BLOCK_N)
-    EXPAND_DOWN_PROJ.run(
+    last = EXPAND_DOWN_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -852,9 +876,15 @@ def add_down_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, s
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 # lm_head: 64 -> lm_head 128
@@ -1019,20 +1049,21 @@ EXPAND_LM_HEAD = Kernel(
 )
 
 
-def add_lm_head(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_lm_head(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 128] += LoRA of x [rows, 64], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SHRINK_LM_HEAD.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.float32)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
-    SHRINK_LM_HEAD.run(
+    first = SHRINK_LM_HEAD.bind(
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -1047,7 +1078,7 @@ def add_lm_head(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scr
     launch = EXPAND_LM_HEAD.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(128, launch.BLOCK_N)
-    EXPAND_LM_HEAD.run(
+    last = EXPAND_LM_HEAD.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -1058,9 +1089,15 @@ def add_lm_head(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scr
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 # embed_tokens: 128 -> embed_tokens 64
@@ -1202,16 +1239,17 @@ EXPAND_EMBED_TOKENS = Kernel(
 )
 
 
-def add_embed_tokens(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_embed_tokens(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 64] += LoRA of x [rows] token ids, in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = GATHER_EMBED_TOKENS.pick(rows, batch.rank)
-    h = scratch("h", rows * 1 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 1 * launch.RANK, torch.float32)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(launch.RANK, launch.BLOCK_N)
-    GATHER_EMBED_TOKENS.run(
+    first = GATHER_EMBED_TOKENS.bind(
         launch,
         (segments * blocks, tiles),
         ids=x,
@@ -1228,7 +1266,7 @@ def add_embed_tokens(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
     launch = EXPAND_EMBED_TOKENS.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(64, launch.BLOCK_N)
-    EXPAND_EMBED_TOKENS.run(
+    last = EXPAND_EMBED_TOKENS.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -1239,9 +1277,15 @@ def add_embed_tokens(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
+
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
+
+    return launch_both
 
 
 ADD = {

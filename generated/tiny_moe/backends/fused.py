@@ -6,9 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lorac.runtime.launch import Kernel, cdiv, processors
+from lorac.runtime.bound import Launches, bound
+from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Batch, Bounds
 
 
 @triton.jit
@@ -620,20 +622,21 @@ SEGMENT_EXPAND_QKV_PROJ = Kernel(
 )
 
 
-def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> None:
+@bound
+def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """y [rows, 128] += LoRA of x [rows, 64], in place."""
     a, b, rank, scale = slot
     rows, segments, longest = x.shape[0], batch.grid.segments, batch.grid.segment_rows
     index = batch.map
     launch = SEGMENT_SHRINK_QKV_PROJ.pick(rows, batch.rank)
-    h = scratch("h", rows * 3 * launch.RANK, y.dtype)
+    h = scratch("h", rows * 3 * launch.RANK, torch.float32)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = 3 * cdiv(launch.RANK, launch.BLOCK_N)
-    SEGMENT_SHRINK_QKV_PROJ.run(
+    first = SEGMENT_SHRINK_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         x=x,
-        x_stride=x.stride(0) // 16,
+        x_stride=x.strides[0] // 16,
         a=a,
         rank=rank,
         scale=scale,
@@ -648,7 +651,7 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
     launch = SEGMENT_EXPAND_QKV_PROJ.pick(rows, batch.rank)
     blocks = cdiv(longest, launch.BLOCK_M)
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
-    SEGMENT_EXPAND_QKV_PROJ.run(
+    last = SEGMENT_EXPAND_QKV_PROJ.bind(
         launch,
         (segments * blocks, tiles),
         h=h,
@@ -659,29 +662,37 @@ def add_qkv_proj(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, sc
         seg_start=index.seg_start,
         seg_end=index.seg_end,
         y=y,
-        y_stride=y.stride(0) // 16,
+        y_stride=y.strides[0] // 16,
         blocks=blocks,
     )
 
+    def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
+        first(x)
+        last(y)
 
-def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor:
+    return launch_both
+
+
+@bound
+def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 64] @ weight.T + LoRA of x, [rows, 128]: one sum over the inputs and then the columns of B."""
     a, b, rank, scale = slot
-    b = b.view(128, 48)
+    b = b.view(128, COLUMNS.value)
     rows, index = x.shape[0], batch.map
-    h = x  # not read without adapters
+    y = Moving((rows, 128), (128, 1))
+    first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
         shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 3 * rows * b.shape[1], x.dtype)
-        h = h[: 3 * rows * b.shape[1]].view(-1, b.shape[1])
-        TILE_SHRINK_QKV_PROJ.run(
+        h = scratch("h", 3 * rows * COLUMNS.value, torch.float32)
+        h = h[: 3 * rows * COLUMNS.value].view(3 * rows, COLUMNS.value)
+        first = TILE_SHRINK_QKV_PROJ.bind(
             shrink,
             (tiles + cdiv(rows, UNIT.value),),
             x=x,
-            x_stride=x.stride(0) // 16,
+            x_stride=x.strides[0] // 16,
             a=a,
             rank=rank,
             scale=scale,
@@ -695,29 +706,35 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
             rows=rows,
         )
     if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
-        y = torch.nn.functional.linear(x, weight)
-        if batch.adapters:
-            expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-            tiles = cdiv(64, expand.BLOCK_N) + cdiv(32, expand.BLOCK_N) + cdiv(32, expand.BLOCK_N)
-            TILE_EXPAND_QKV_PROJ.run(
-                expand,
-                (tiles * cdiv(rows, expand.BLOCK_M),),
-                h=h,
-                b=b,
-                active=index.active,
-                spans=index.spans,
-                row_slot=index.row_slot,
-                y=y,
-                rows=rows,
-            )
-        return y
+        if not batch.adapters:
+            return torch.nn.functional.linear
+        expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+        tiles = cdiv(64, expand.BLOCK_N) + cdiv(32, expand.BLOCK_N) + cdiv(32, expand.BLOCK_N)
+        last = TILE_EXPAND_QKV_PROJ.bind(
+            expand,
+            (tiles * cdiv(rows, expand.BLOCK_M),),
+            h=h,
+            b=b,
+            active=index.active,
+            spans=index.spans,
+            row_slot=index.row_slot,
+            y=y,
+            rows=rows,
+        )
+
+        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            first(x)
+            y = torch.nn.functional.linear(x, weight)
+            last(y)
+            return y
+
+        return around_library
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-    y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
-    TILE_PROJECT_QKV_PROJ.run(
+    last = TILE_PROJECT_QKV_PROJ.bind(
         launch,
-        (min(tiles, processors(x.device.index)) if launch.LOOP else tiles,),
+        (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
         h=h,
@@ -727,7 +744,14 @@ def linear_qkv_proj(x: torch.Tensor, weight: torch.Tensor, slot: tuple, batch: B
         y=y,
         rows=rows,
     )
-    return y
+
+    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first(x)
+        y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
+        last(x, weight, y)
+        return y
+
+    return launch_both
 
 
 SHARES_LIMIT = tl.constexpr(MOST_SHARES)

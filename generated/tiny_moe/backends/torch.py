@@ -7,7 +7,8 @@ It computes in float32 and rounds once. In a decode graph it visits every slot, 
 
 import torch
 
-from lorac.runtime.ticket import Batch, Scratch
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Batch
 
 R = 16
 

@@ -1,0 +1,57 @@
+"""Launches of generated modules, decided and bound once: all that a call has to add is where its tensors are."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from lorac.runtime.errors import PackageError
+from lorac.runtime.launch import Moving
+from lorac.runtime.scratch import Scratch
+from lorac.runtime.ticket import Batch, Bounds
+
+# launches of one module, given x and y (or x and the base layer's weight, to return y)
+Launches = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+_Binding = Callable[[Moving, Moving, tuple, Bounds, Scratch], Launches]
+
+
+def bound(bind: _Binding) -> Callable:
+    """Turn a function that binds launches into one that launches, with tensors for x and y and a Batch for Bounds.
+
+    What `bind` returned serves every call that would show it the same; it is kept with the scratch it points into.
+    `bind` itself stays at hand, as an attribute.
+    """
+
+    @functools.wraps(bind)
+    def launch(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor | None:
+        launches = bound_before(launch, x, y, slot, batch, scratch)
+        if launches is None:
+            launches = _bind(bind, x, y, slot, batch, scratch)
+            # with the slot tensors, which the key has by their id: so no others get it
+            scratch.bound(batch)[_key(launch, x, y, slot)] = launches, slot
+        return launches(x, y)
+
+    launch.bind = bind
+    return launch
+
+
+def bound_before(
+    function: Callable, x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
+) -> Launches | None:
+    """What `function` bound for tensors that differ from x and y in their address alone, and for such a batch."""
+    found = scratch.bound(batch).get(_key(function, x, y, slot))
+    return found and found[0]
+
+
+def _key(function: Callable, x: torch.Tensor, y: torch.Tensor, slot: tuple) -> tuple:
+    return function, x.shape, x.stride(), x.dtype, x.device, y.shape, y.stride(), y.dtype, y.device, id(slot)
+
+
+def _bind(bind: _Binding, x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> Launches:
+    bounds = Bounds(batch.grid, batch.adapters, batch.rank, batch.map)
+    for _ in range(2):
+        replaced = scratch.replaced
+        launches = bind(Moving(x.shape, x.stride()), Moving(y.shape, y.stride()), slot, bounds, scratch)
+        if scratch.replaced == replaced:  # else a launch may be bound to what another outgrew
+            return launches
+    raise PackageError(f"{bind.__name__} asks for scratch of one name in different types")

@@ -1,0 +1,71 @@
+"""A compiled kernel, called without what Triton looks up and checks at every launch."""
+
+from collections.abc import Callable
+
+import torch
+import triton
+from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tiles:
+    """A descriptor of tensors that differ in their address alone, made once: Triton's checks take microseconds.
+
+    It stands where Triton expects a tensor, and keeps none alive.
+    """
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: list[int]):
+        self.dtype, self.address = dtype, 0
+        self.descriptor = TensorDescriptor(self, shape, strides, block)
+
+    def data_ptr(self) -> int:
+        """Where the tensor of the present launch is."""
+        return self.address
+
+
+class Compiled:
+    """A compiled kernel with its constants."""
+
+    def __init__(self, compiled, constants: tuple[int, ...], pdl: bool):
+        compiled._init_handles()
+        self.compiled, self.constants, self.pdl = compiled, constants, pdl
+        self.handles = (compiled.function, compiled.packed_metadata, None, None, None)  # what each launch begins with
+
+    def bound(
+        self, grid: tuple[int, ...], device: int, arguments: list, moving: list[tuple[int, Tiles | None]]
+    ) -> Callable[..., None]:
+        """`run` with these arguments, where each call is passed a tensor for every place of `moving`."""
+        launch, (x, y, z), pdl = self.compiled.run, (*grid, 1, 1)[:3], self.pdl
+        stream_of, captured = driver.active.get_current_stream, torch.cuda.is_current_stream_capturing
+        hooks = triton.knobs.runtime
+        values, first = [*self.handles, *arguments, *self.constants], len(self.handles)
+        moving = [(first + place, tiles) for place, tiles in moving]
+
+        def call(*tensors: torch.Tensor) -> None:
+            for (place, tiles), tensor in zip(moving, tensors):  # noqa: B905, strict takes as long as all else
+                if tiles is None:
+                    values[place] = tensor.data_ptr()
+                else:
+                    tiles.address = tensor.data_ptr()
+            if hooks.launch_enter_hook.calls:
+                self.run(grid, device, values[first : first + len(arguments)])
+                return
+            if pdl:
+                launch.launch_pdl = captured()  # as `run` says
+            launch(x, y, z, stream_of(device), *values)
+
+        return call
+
+    def run(self, grid: tuple[int, ...], device: int, arguments) -> None:
+        """What `compiled[grid](*arguments)` does, less its per-call bookkeeping; hooks of profilers take that way."""
+        compiled = self.compiled
+        if self.pdl:
+            # Dependent launches overlap in captured graphs alone: what a kernel reads before its wait (metadata, slots)
+            # was written before the graph began. Between eager launches it may be the previous kernel's output.
+            compiled.run.launch_pdl = torch.cuda.is_current_stream_capturing()
+        if triton.knobs.runtime.launch_enter_hook.calls:
+            compiled[(*grid, 1, 1)[:3]](*arguments, *self.constants)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        compiled.run(x, y, z, stream, *self.handles, *arguments, *self.constants)
