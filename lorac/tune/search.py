@@ -76,12 +76,12 @@ class Search:
             self._starts.insert(0, launch)
 
     def note(self, launch: Launch, result: Result) -> None:
-        """Take a result in. A problem of the best itself casts doubt on what was measured beside it: all of it goes."""
+        """Take a result in. The best may turn out to have a problem after all: then the next best is it."""
         self.tried[launch] = result
         if result.problem:
+            self.times.pop(launch, None)
             if launch == self.best:
-                self.best = self.declared
-                self.times.clear()
+                self.best = min(self.times, key=lambda of: sum(self.times[of]), default=self.declared)
             return
         before = self.times.setdefault(self.best, result.best_us)
         self.times[launch] = tuple(

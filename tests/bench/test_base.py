@@ -132,7 +132,7 @@ def test_a_compiler_that_never_ends_does_not_outlast_the_budget(spec):
     class Stuck(Compiler):
         waited = 0
 
-        def ready(self, site, launch):
+        def ready(self, site, launch, served=False):
             return False
 
         def wait(self, seconds):
@@ -145,7 +145,20 @@ def test_a_compiler_that_never_ends_does_not_outlast_the_budget(spec):
     assert 0 < compiler.waited <= 30
 
 
-def test_a_doubt_about_the_best_discards_what_was_measured_beside_it():
+def test_what_cannot_be_compiled_for_every_batch_gives_way_to_the_next_best(spec):
+    class Spills(Compiler):
+        def problem(self, site, launch, served=False):
+            return "spills 8 bytes" if served and not in_library(launch) and launch.stages == 6 else ""
+
+    outcome = search(spec, Measurer(steady), Spills(), rows=ROWS)
+    for site, found in outcome.searches.items():
+        if found.best != found.declared:
+            assert found.best.stages != 6, site
+    found = next(of for site, of in outcome.searches.items() if (site.stage, site.rows) == ("project", 8))
+    assert found.best != found.declared and found.gain < 1.0
+
+
+def test_the_next_best_takes_the_place_of_one_with_a_problem():
     class Launch(int):
         warps = 4
 
@@ -157,4 +170,6 @@ def test_a_doubt_about_the_best_discards_what_was_measured_beside_it():
     found.note(better, Result((4.0,), (4.5,)))
     assert found.best == better and found.gain == pytest.approx(0.8)
     found.note(better, Result(problem="no faster"))
+    assert found.best == good and found.gain == pytest.approx(0.9)
+    found.note(good, Result(problem="no faster"))
     assert found.best == declared and found.gain == 1.0 and found.parted() == (declared, declared)
