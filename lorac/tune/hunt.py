@@ -7,7 +7,7 @@ from typing import Protocol
 from lorac.plan.model import Launch
 from lorac.tune.batches import Batch
 from lorac.tune.journal import Journal
-from lorac.tune.search import CLEARLY, Result
+from lorac.tune.search import CLEARLY, DeviceLost, Result
 from lorac.tune.space import Site
 from lorac.tune.task import Task
 
@@ -95,9 +95,8 @@ class Hunt:
                 self.show(1 - self.left / self.budget, f"{len(waiting)} places being compiled for every batch")
                 self.compiler.wait(min(_WAIT, self.left))
             for site in done:
-                if not self._keeps(site):
-                    waiting.append(site)
-                waiting.remove(site)
+                if self._keeps(site):
+                    waiting.remove(site)
 
     def confirm(self) -> dict[Site, Compared]:
         """Time every call once more as chosen beside as declared; where it is no faster, the declared tiles stay."""
@@ -165,7 +164,12 @@ class Hunt:
         results = {launch: Result(problem=problem) for launch, problem in problems.items() if problem}
         if sound:
             chosen = {other: searches[other].best for other in self.task.beside(site)}
-            results.update(zip(sound, self.measurer.measure(site, chosen, sound), strict=True))
+            try:
+                results.update(zip(sound, self.measurer.measure(site, chosen, sound), strict=True))
+            except DeviceLost as error:
+                for launch in sound:
+                    self._note(site, launch, Result(problem=str(error)))
+                raise
         before = searches[site].best
         for launch, result in results.items():
             self._note(site, launch, result)

@@ -17,7 +17,7 @@ from lorac.runtime.package import backend_module
 from lorac.runtime.step import Step
 from lorac.tune.batches import Batch
 from lorac.tune.launches import runtime_launch
-from lorac.tune.search import Result
+from lorac.tune.search import DeviceLost, Result
 from lorac.tune.space import BARE, Site, in_library
 from lorac.verify.check import poison
 
@@ -79,10 +79,13 @@ class Measurer:
         found, graphs = [], []
         for chosen in calls:
             self._install(steps[0], chosen)
-            bits, problem = self._checked(site, steps, batches[0][1])
+            try:
+                bits, problem = self._checked(site, steps, batches[0][1])
+                if not problem:
+                    graphs += [capture(lambda step=step: self._run(step, site.module), pool) for step in steps]
+            except RuntimeError as error:
+                bits, problem = 0, self._words(site, error)
             found.append(Timed((), bits, problem))
-            if not problem:
-                graphs += [capture(lambda step=step: self._run(step, site.module), pool) for step in steps]
         times = iter(interleaved(graphs, *replays) if graphs else [])
         return [of if of.problem else Timed(tuple(next(times).us for _ in steps), of.bits) for of in found]
 
@@ -92,25 +95,30 @@ class Measurer:
 
     def _checked(self, site: Site, steps: list[Step], rank: int) -> tuple[int, str]:
         """(what stands for base rows' bits, what is wrong): run eagerly, the second time on poisoned scratch."""
-        module, layer = site.module, self.workload.layers[site.module][0]
-        bits = 0
-        try:
-            for step in steps:
-                for _ in range(2):
-                    poison(step)
-                    y = self.workload.run(step, module, layer)
-                error = self.workload.error(step, module, y)
-                if not error <= TOLERANCE[y.dtype]:
-                    return 0, f"wrong: a row's relative error is {error:.1e}"
-                if not step.ticket.adapters:
-                    bits = _bits(y[:_BITS_ROWS])
-                    if site.rows > 1:
-                        changed = self._changed(site, rank, y)
-                        if changed:
-                            return 0, f"wrong: {changed} base rows beside adapters have other bits than without any"
-        except RuntimeError as error:
-            return 0, str(error).splitlines()[0]
+        layer, bits = self.workload.layers[site.module][0], 0
+        for step in steps:
+            for _ in range(2):
+                poison(step)
+                y = self.workload.run(step, site.module, layer)
+            error = self.workload.error(step, site.module, y)
+            if not error <= TOLERANCE[y.dtype]:
+                return 0, f"wrong: a row's relative error is {error:.1e}"
+            if not step.ticket.adapters:
+                bits = _bits(y[:_BITS_ROWS])
+                changed = self._changed(site, rank, y) if site.rows > 1 else 0
+                if changed:
+                    return 0, f"wrong: {changed} base rows beside adapters have other bits than without any"
         return bits, ""
+
+    def _words(self, site: Site, error: RuntimeError) -> str:
+        """The first line of an error. Raises DeviceLost where nothing can be launched any more."""
+        words = str(error).splitlines()[0]
+        try:
+            self.workload.random((1,)).sum().item()
+        except RuntimeError:
+            message = f"{site.backend}.{site.kernel} at {site.rows} rows broke the GPU's context ({words})"
+            raise DeviceLost(f"{message}: go on with --resume, which leaves it out") from None
+        return words
 
     def _changed(self, site: Site, rank: int, bare: torch.Tensor) -> int:
         """How many base rows of a batch that has adapters too differ from `bare`, the same rows without any."""

@@ -8,6 +8,7 @@ what came out.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lorac.errors import BuildError
 from lorac.plan.model import Launch
 from lorac.tune.space import Site, distance, in_library, settings
 
@@ -18,6 +19,10 @@ STARTS = 5
 LEAST_STARTS = 2  # of the model's, whatever number of seeds there are
 CLEARLY = 0.995  # of the best's time: less is a new best, more may be noise
 WITHIN_REACH = 1.15  # of the library's time: tiles of our own are climbed from as far as this
+
+
+class DeviceLost(BuildError):
+    """A configuration broke the GPU's context: nothing more can be measured in this process."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from lorac.compile import plan_spec
 from lorac.explain import explain
 from lorac.plan.kernels import launched
 from lorac.tune.report import report
-from lorac.tune.search import Result, Search
+from lorac.tune.search import DeviceLost, Result, Search
 from lorac.tune.space import BARE, in_library, settings
 
 from .conftest import SPEC, Compiler, search
@@ -156,6 +156,25 @@ def test_what_cannot_be_compiled_for_every_batch_gives_way_to_the_next_best(spec
             assert found.best.stages != 6, site
     found = next(of for site, of in outcome.searches.items() if (site.stage, site.rows) == ("project", 8))
     assert found.best != found.declared and found.gain < 1.0
+
+
+def test_what_breaks_the_gpu_is_left_out_when_the_search_goes_on(spec):
+    class Broken(Measurer):
+        def measure(self, site, chosen, tried):
+            if site.stage == "project" and any(launch.warps == 8 for launch in tried):
+                raise DeviceLost("broke the GPU's context: go on with --resume")
+            return super().measure(site, chosen, tried)
+
+    ended = []
+    for _ in range(40):
+        try:
+            ended.append(search(spec, Broken(steady), rows=ROWS, resume=True))
+            break
+        except DeviceLost:
+            continue
+    (outcome,) = ended
+    assert "configurations left out: broke the GPU's context" in report(outcome)
+    assert all(found.best.warps != 8 for site, found in outcome.searches.items() if site.stage == "project")
 
 
 def test_the_next_best_takes_the_place_of_one_with_a_problem():
