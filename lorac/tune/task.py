@@ -147,7 +147,7 @@ class Task:
         predicted = {launch: model.predict(launch) for launch in legal}
         seeds = [of for of in declared_anywhere(kernel, module, site, plan.dtype, (gpu.target,)) if of in predicted]
         seeds.sort(key=predicted.__getitem__)
-        if _may_leave(self.declarations[site.backend], site.stage):
+        if self.declarations[site.backend].may_leave(site.stage):
             seeds.insert(0, library(site))
         bare = declared_bare(kernel, kernel_plan, site) if kernel.base else None
         return Search(site, declared(kernel_plan, site), predicted, seeds, bare)
@@ -165,11 +165,6 @@ def _call(site: Site) -> tuple[str, str, int]:
 def _launchable(kernels: tuple[KernelPlan, ...], rows: int) -> list[KernelPlan]:
     """A backend's kernels that layers of so many rows launch, whichever of them leave the base to the library."""
     return launched(tuple(replace(of, library=(), in_library=False) for of in kernels), rows)
-
-
-def _may_leave(declaration: Declaration, stage: str) -> bool:
-    """Whether a stage can leave its base to the library: another then has the rest."""
-    return any(kernel.in_library and kernel.beside == stage for kernel in declaration.kernels.values())
 
 
 def _demanding(search: Search, kernel: Kernel) -> list[Tile]:
