@@ -113,8 +113,8 @@ class Hunt:
             if not after < CLEARLY * before:
                 for site in sites:
                     search = self.task.searches[site]
-                    for launch in [launch for launch in search.times if launch != search.declared]:
-                        self._note(site, launch, Result(problem=_NO_GAIN))
+                    undeclared = [launch for launch in search.times if launch != search.declared]
+                    self._note(site, dict.fromkeys(undeclared, Result(problem=_NO_GAIN)))
         return compared
 
     def _served(self, site: Site) -> bool:
@@ -130,9 +130,7 @@ class Hunt:
             launch: self.compiler.problem(site, launch, served=True) if self._served(site) else _TOO_LATE
             for launch in self._undeclared(site)
         }
-        for launch, problem in problems.items():
-            if problem:
-                self._note(site, launch, Result(problem=problem))
+        self._note(site, {launch: Result(problem=problem) for launch, problem in problems.items() if problem})
         return not any(problems.values())
 
     def _undeclared(self, site: Site) -> list[Launch]:
@@ -167,12 +165,10 @@ class Hunt:
             try:
                 results.update(zip(sound, self.measurer.measure(site, chosen, sound), strict=True))
             except DeviceLost as error:
-                for launch in sound:
-                    self._note(site, launch, Result(problem=str(error)))
+                self._note(site, dict.fromkeys(sound, Result(problem=str(error))))
                 raise
         before = searches[site].best
-        for launch, result in results.items():
-            self._note(site, launch, result)
+        self._note(site, results)
         best = searches[site].best
         if best != before:
             self.compiler.submit(site, best, served=True)  # likely to be wanted in the end
@@ -180,6 +176,7 @@ class Hunt:
                 if (other.stage, other.module, other.rank) == (site.stage, site.module, site.rank):
                     search.suggest(replace(best, rows=other.rows))
 
-    def _note(self, site: Site, launch: Launch, result: Result) -> None:
-        self.task.searches[site].note(launch, result)
-        self.journal.add(site, launch, result)
+    def _note(self, site: Site, results: dict[Launch, Result]) -> None:
+        if results:
+            self.task.searches[site].note(results)
+            self.journal.add(site, results)

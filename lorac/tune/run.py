@@ -60,9 +60,9 @@ def tune(
         package = Path(place) / file.spec.name
         emit(task.files, package)
         journal = Journal(table.with_suffix(".journal"), gpu.name, task.fingerprint, resume)
-        for site, launch, result in journal.past:
+        for site, results in journal.past:
             if site in task.searches:
-                task.searches[site].note(launch, result)
+                task.searches[site].note(results)
         ended, compared = "the budget is spent", {}
         if clock() - begun < budget:
             compiler = tools.compiler(package, task)

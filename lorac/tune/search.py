@@ -80,21 +80,24 @@ class Search:
         if launch in self.predicted and launch not in self._starts:
             self._starts.insert(0, launch)
 
-    def note(self, launch: Launch, result: Result) -> None:
-        """Take a result in. The best may turn out to have a problem after all: then the next best is it."""
-        self.tried[launch] = result
-        if result.problem:
-            self.times.pop(launch, None)
-            if launch == self.best:
-                self.best = min(self.times, key=lambda of: sum(self.times[of]), default=self.declared)
-            return
-        before = self.times.setdefault(self.best, result.best_us)
-        self.times[launch] = tuple(
-            us * old / best for us, best, old in zip(result.us, result.best_us, before, strict=True)
-        )
-        self.bits |= {launch: result.bits, self.best: result.best_bits}
-        if sum(result.us) < CLEARLY * sum(result.best_us):
-            self.best = launch
+    def note(self, results: dict[Launch, Result]) -> None:
+        """Take in what was measured together, beside the best. A best with a problem gives way to the next."""
+        beside, least = self.best, CLEARLY
+        for launch, result in results.items():
+            self.tried[launch] = result
+            if result.problem:
+                self.times.pop(launch, None)
+                continue
+            before = self.times.setdefault(beside, result.best_us)
+            self.times[launch] = tuple(
+                us * old / best for us, best, old in zip(result.us, result.best_us, before, strict=True)
+            )
+            self.bits |= {launch: result.bits, beside: result.best_bits}
+            share = sum(result.us) / sum(result.best_us)
+            if share < least:
+                self.best, least = launch, share
+        if self.best in results and results[self.best].problem:
+            self.best = min(self.times, key=lambda of: sum(self.times[of]), default=self.declared)
 
     def parted(self) -> tuple[Launch, Launch]:
         """(bare, with adapters): two tiles of a kernel with the base, where those beat one for both; else it twice.
