@@ -54,10 +54,11 @@ def plan_kernels(
                 continue
             leaders = {plan.stage: plan.launches for plan in plans}
             tiles = (*tuned.get(stage, ()), *((tile, "default") for tile in kernel.tiles))
+            beside = declaration.may_leave(stage)
             launches = tuple(
                 replace(launch, adapters=bound)
                 for rank, bound in _bounds(kernel, ranks, adapters)
-                for launch in _launches(kernel, tiles, module, rank, bound, max_rank, dtype, targets, leaders)
+                for launch in _launches(kernel, tiles, module, rank, bound, max_rank, dtype, targets, leaders, beside)
             )
             if not launches:  # the library has the base at any size
                 continue
@@ -149,12 +150,13 @@ def _bounds(kernel: Kernel, ranks: tuple[int, ...], adapters: tuple[int, ...]) -
 
 def _launches(
     kernel, tiles, module: ModulePlan, rank: int, bound: int, max_rank: int, dtype: str, targets,
-    leaders: dict[str, tuple[Launch, ...]],
+    leaders: dict[str, tuple[Launch, ...]], beside: bool,
 ) -> list[Launch]:  # fmt: skip
     """One launch per class of rows, neighbours that came out equal merged. `leaders` are those of stages it follows.
 
     A kernel with the base takes one tile whatever the adapters, or one that sums alike where it is bare of them: base
-    rows come out in the same bits with and without.
+    rows come out in the same bits with and without. Where the library has the base at any size, there are launches all
+    the same if another stage stands beside this one (`beside`), for it is planned where this is.
     """
     followed = {name: (leaders[of.partition(".")[0]], of.partition(".")[2]) for name, of in kernel.follows.items()}
     their_rows = {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
@@ -169,6 +171,9 @@ def _launches(
         if launches and replace(launches[-1], rows=rows) == launch:
             launches.pop()
         launches.append(launch)
+    own = [(tile, source) for tile, source in tiles if not tile.library]
+    if not launches and beside and own:
+        return _launches(kernel, own[-1:], module, rank, bound, max_rank, dtype, targets, leaders, beside=False)
     return launches
 
 

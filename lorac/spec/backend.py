@@ -138,6 +138,10 @@ class Declaration(_Declared):
         default_factory=dict, description="signatures of operators that live outside lorac, as torch schemas"
     )
 
+    def may_leave(self, stage: str) -> bool:
+        """Whether a stage's tiles can leave the base to the library: another stage then has the rest."""
+        return any(kernel.in_library and kernel.beside == stage for kernel in self.kernels.values())
+
 
 def declaration_path(folder: Path) -> Path:
     """Where a backend folder keeps its declaration."""

@@ -87,7 +87,10 @@ def _check(table: Table, name: str, declarations: dict[str, Declaration]) -> lis
                 problems.append(_unknown(f"backend {backend} has no stage {stage}", (*path, stage), list(kernels)))
                 continue
             for index, tile in enumerate(tiles):
-                problems += _check_tile(tile, kernels[stage], (*path, stage, index))
+                place = (*path, stage, index)
+                problems += _check_tile(tile, kernels[stage], place)
+                if tile.library and not declarations[backend].may_leave(stage):
+                    problems.append(Problem(f"{stage} cannot leave anything to the library", (*place, "library")))
     return problems
 
 
@@ -95,7 +98,7 @@ def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list
     """A tile has every size the kernel's declared tiles have, and no other; one left to the library has none."""
     if tile.library:
         return [
-            Problem(f"{key} is said of a tile left to the library", (*path, key), expected="bounds alone")
+            Problem(f"{key} is said of a tile left to the library", (*path, key), expected="bounds alone", at_key=True)
             for key in tile.sizes
         ]
     known = sorted({size for declared in kernel.tiles for size in declared.sizes})

@@ -11,7 +11,7 @@ from lorac.plan.model import Launch
 from lorac.tune.space import Site
 
 Job = tuple[str, str, tuple]  # backend, kernel, row of its launch table
-Rows = Callable[[Site, Launch], list[tuple]]  # what a configuration is launched as, one per bound on the adapters
+Rows = Callable[[Site, Launch, bool], list[tuple]]  # what a configuration is launched as; see `Task.rows`
 
 
 class Compiler:
@@ -25,24 +25,28 @@ class Compiler:
         self._pool = self._new_pool()
         self._jobs: dict[Job, Future] = {}
 
-    def submit(self, site: Site, launch: Launch) -> None:
-        """Begin to compile a configuration."""
-        for job in self._jobs_of(site, launch):
+    def submit(self, site: Site, launch: Launch, served: bool = False) -> None:
+        """Begin to compile a configuration: as it is measured or, with `served`, for every batch it would serve."""
+        for job in self._jobs_of(site, launch, served):
             if job not in self._jobs:
                 self._jobs[job] = self._start(job)
 
-    def ready(self, site: Site, launch: Launch) -> bool:
+    def ready(self, site: Site, launch: Launch, served: bool = False) -> bool:
         """Whether a configuration has been compiled, or has failed to."""
-        return all(self._jobs[job].done() for job in self._jobs_of(site, launch))
+        return all(self._jobs[job].done() for job in self._jobs_of(site, launch, served))
 
     def wait(self, seconds: float) -> None:
         """Until one more has been compiled, or so many seconds."""
         wait([job for job in self._jobs.values() if not job.done()], seconds, FIRST_COMPLETED)
 
-    def problem(self, site: Site, launch: Launch) -> str:
+    def drop(self) -> None:
+        """Forget what is waiting to be compiled."""
+        self._jobs = {job: future for job, future in self._jobs.items() if not future.cancel()}
+
+    def problem(self, site: Site, launch: Launch, served: bool = False) -> str:
         """Why a configuration cannot serve (no compilation, spills, too much shared memory), or "" if it can."""
-        self.submit(site, launch)
-        return next(filter(None, map(self._problem, self._jobs_of(site, launch))), "")
+        self.submit(site, launch, served)
+        return next(filter(None, map(self._problem, self._jobs_of(site, launch, served))), "")
 
     def close(self) -> None:
         """Stop, without waiting for what is under way."""
@@ -75,9 +79,9 @@ class Compiler:
     def _start(self, job: Job) -> Future:
         return self._pool.submit(_compile, *job, self.target)
 
-    def _jobs_of(self, site: Site, launch: Launch) -> list[Job]:
-        """What is compiled, without the batches it serves: sites share it."""
-        return [(site.backend, site.kernel, row) for row in self.rows(site, launch)]
+    def _jobs_of(self, site: Site, launch: Launch, served: bool) -> list[Job]:
+        """What is compiled, without the sizes it serves: sites share it."""
+        return [(site.backend, site.kernel, row) for row in self.rows(site, launch, served)]
 
 
 # lorac.tune.worker takes Triton's interpreter away from the process that imports it: never from this one

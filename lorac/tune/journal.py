@@ -1,4 +1,4 @@
-"""The journal of a search: a line of JSON per measurement, written as it is made, so that it can be resumed."""
+"""The journal of a search: a line of JSON for what is measured together, as it is made, so that it can be resumed."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Journal:
         """
         self.file = file
         self._head = {"gpu": gpu, "kernels": fingerprint}
-        self.past: list[tuple[Site, Launch, Result]] = list(self._read()) if resume and file.exists() else []
+        self.past: list[tuple[Site, dict[Launch, Result]]] = list(self._read()) if resume and file.exists() else []
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._stream = file.open("w" if not self.past else "a", encoding="utf-8")
@@ -32,9 +32,10 @@ class Journal:
         elif not file.read_bytes().endswith(b"\n"):
             self._stream.write("\n")
 
-    def add(self, site: Site, launch: Launch, result: Result) -> None:
-        """Note one measurement at once."""
-        self._write({"site": asdict(site), "launch": asdict(launch), "result": asdict(result)})
+    def add(self, site: Site, results: dict[Launch, Result]) -> None:
+        """Note what was measured together at once."""
+        pairs = [[asdict(launch), asdict(result)] for launch, result in results.items()]
+        self._write({"site": asdict(site), "results": pairs})
 
     def close(self) -> None:
         """Close the file, which stays."""
@@ -44,7 +45,7 @@ class Journal:
         self._stream.write(json.dumps(entry) + "\n")
         self._stream.flush()
 
-    def _read(self) -> Iterator[tuple[Site, Launch, Result]]:
+    def _read(self) -> Iterator[tuple[Site, dict[Launch, Result]]]:
         head, *lines = self.file.read_text(encoding="utf-8").splitlines() or ["{}"]
         if _parsed(head) != self._head:
             raise BuildError(
@@ -53,10 +54,15 @@ class Journal:
         for line in lines:
             entry = _parsed(line)
             if entry:  # the last line may have been cut off
-                launch = entry["launch"]
-                tile = tuple((name, size) for name, size in launch["tile"])
-                result = {name: tuple(of) if isinstance(of, list) else of for name, of in entry["result"].items()}
-                yield Site(**entry["site"]), Launch(**(launch | {"tile": tile})), Result(**result)
+                pairs = [map(_tuples, pair) for pair in entry["results"]]
+                yield Site(**entry["site"]), {Launch(**launch): Result(**result) for launch, result in pairs}
+
+
+def _tuples(values: object) -> object:
+    """JSON has lists alone."""
+    if isinstance(values, dict):
+        return {name: _tuples(of) for name, of in values.items()}
+    return tuple(map(_tuples, values)) if isinstance(values, list) else values
 
 
 def _parsed(line: str) -> dict:

@@ -17,11 +17,12 @@ from lorac.runtime.package import backend_module
 from lorac.runtime.step import Step
 from lorac.tune.batches import Batch
 from lorac.tune.launches import runtime_launch
-from lorac.tune.search import Result
+from lorac.tune.search import DeviceLost, Result
 from lorac.tune.space import BARE, Site, in_library
 from lorac.verify.check import poison
 
 Chosen = dict[Site, Planned]  # what the sites of one call launch
+_LONGER = 0.2, 15  # seconds, and replays of each graph at least, of what decides in the end
 _BITS_ROWS = 256  # rows whose bits are compared: a tile sums all of them alike
 
 
@@ -65,55 +66,63 @@ class Measurer:
         times: dict[Batch, tuple[float, float]] = {}
         for _, group in groupby(batches, key=lambda batch: batch[1]):  # all slots have the rank that was asked for last
             of_rank = list(group)
-            before, after = self._timed(min(chosen), of_rank, [declared, chosen])
+            before, after = self._timed(min(chosen), of_rank, [declared, chosen], *_LONGER)
             if before.problem or after.problem:
                 return {}
             times |= dict(zip(of_rank, zip(before.us, after.us, strict=True), strict=True))
         return times
 
-    def _timed(self, site: Site, batches: list[Batch], calls: list[Chosen]) -> list[Timed]:
-        """Every call over every batch, their graphs replayed in turns."""
+    def _timed(self, site: Site, batches: list[Batch], calls: list[Chosen], *replays) -> list[Timed]:
+        """Every call over every batch, all of one rank, their graphs replayed in turns."""
         steps = [self.workload.step(site.backend, site.rows, count, rank) for count, rank in batches]
         pool = torch.cuda.graph_pool_handle()
         found, graphs = [], []
         for chosen in calls:
             self._install(steps[0], chosen)
-            bits, problem = self._checked(site, steps)
+            try:
+                bits, problem = self._checked(site, steps, batches[0][1])
+                if not problem:
+                    graphs += [capture(lambda step=step: self._run(step, site.module), pool) for step in steps]
+            except RuntimeError as error:
+                bits, problem = 0, self._words(site, error)
             found.append(Timed((), bits, problem))
-            if not problem:
-                graphs += [capture(lambda step=step: self._run(step, site.module), pool) for step in steps]
-        times = iter(interleaved(graphs) if graphs else [])
+        times = iter(interleaved(graphs, *replays) if graphs else [])
         return [of if of.problem else Timed(tuple(next(times).us for _ in steps), of.bits) for of in found]
 
     def _run(self, step: Step, module: str) -> None:
         for layer in self.workload.layers[module]:
             self.workload.run(step, module, layer)
 
-    def _checked(self, site: Site, steps: list[Step]) -> tuple[int, str]:
+    def _checked(self, site: Site, steps: list[Step], rank: int) -> tuple[int, str]:
         """(what stands for base rows' bits, what is wrong): run eagerly, the second time on poisoned scratch."""
-        module, layer = site.module, self.workload.layers[site.module][0]
-        bits = 0
-        try:
-            for step in steps:
-                for _ in range(2):
-                    poison(step)
-                    y = self.workload.run(step, module, layer)
-                error = self.workload.error(step, module, y)
-                if not error <= TOLERANCE[y.dtype]:
-                    return 0, f"wrong: a row's relative error is {error:.1e}"
-                if not step.ticket.adapters:
-                    bits = _bits(y[:_BITS_ROWS])
-                    if site.rows > 1:
-                        changed = self._changed(site, y)
-                        if changed:
-                            return 0, f"wrong: {changed} base rows beside adapters have other bits than without any"
-        except RuntimeError as error:
-            return 0, str(error).splitlines()[0]
+        layer, bits = self.workload.layers[site.module][0], 0
+        for step in steps:
+            for _ in range(2):
+                poison(step)
+                y = self.workload.run(step, site.module, layer)
+            error = self.workload.error(step, site.module, y)
+            if not error <= TOLERANCE[y.dtype]:
+                return 0, f"wrong: a row's relative error is {error:.1e}"
+            if not step.ticket.adapters:
+                bits = _bits(y[:_BITS_ROWS])
+                changed = self._changed(site, rank, y) if site.rows > 1 else 0
+                if changed:
+                    return 0, f"wrong: {changed} base rows beside adapters have other bits than without any"
         return bits, ""
 
-    def _changed(self, site: Site, bare: torch.Tensor) -> int:
+    def _words(self, site: Site, error: RuntimeError) -> str:
+        """The first line of an error. Raises DeviceLost where nothing can be launched any more."""
+        words = str(error).splitlines()[0]
+        try:
+            self.workload.random((1,)).sum().item()
+        except RuntimeError:
+            message = f"{site.backend}.{site.kernel} at {site.rows} rows broke the GPU's context ({words})"
+            raise DeviceLost(f"{message}: go on with --resume, which leaves it out") from None
+        return words
+
+    def _changed(self, site: Site, rank: int, bare: torch.Tensor) -> int:
         """How many base rows of a batch that has adapters too differ from `bare`, the same rows without any."""
-        step, base = self.workload.mixed_step(site.backend, site.rows, site.rank)
+        step, base = self.workload.mixed_step(site.backend, site.rows, rank)
         poison(step)
         y = self.workload.run(step, site.module, self.workload.layers[site.module][0])
         return int((y[base] != bare[base]).any(dim=1).sum())

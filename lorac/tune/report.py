@@ -12,7 +12,8 @@ from lorac.tune.space import Site
 def report(outcome: Outcome) -> str:
     """Per module and batch what its calls take with the tiles chosen; what could not serve; where the table lies."""
     lines = [
-        "time of base and LoRA with the tiles chosen, over that with those declared, by rows; empty: tiles as declared",
+        "time of base and LoRA with the tiles chosen, over that with those declared, which took so many µs for some",
+        "layers; by rows of the batch; empty: tiles as declared",
         _calls(outcome),
         *_failures(outcome.searches),
         f"{sum(len(search.tried) for search in outcome.searches.values())} configurations tried",

@@ -8,6 +8,7 @@ what came out.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lorac.errors import BuildError
 from lorac.plan.model import Launch
 from lorac.tune.space import Site, distance, in_library, settings
 
@@ -18,6 +19,10 @@ STARTS = 5
 LEAST_STARTS = 2  # of the model's, whatever number of seeds there are
 CLEARLY = 0.995  # of the best's time: less is a new best, more may be noise
 WITHIN_REACH = 1.15  # of the library's time: tiles of our own are climbed from as far as this
+
+
+class DeviceLost(BuildError):
+    """A configuration broke the GPU's context: nothing more can be measured in this process."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +80,24 @@ class Search:
         if launch in self.predicted and launch not in self._starts:
             self._starts.insert(0, launch)
 
-    def note(self, launch: Launch, result: Result) -> None:
-        """Take a result in. A problem of the best itself casts doubt on what was measured beside it: all of it goes."""
-        self.tried[launch] = result
-        if result.problem:
-            if launch == self.best:
-                self.best = self.declared
-                self.times.clear()
-            return
-        before = self.times.setdefault(self.best, result.best_us)
-        self.times[launch] = tuple(
-            us * old / best for us, best, old in zip(result.us, result.best_us, before, strict=True)
-        )
-        self.bits |= {launch: result.bits, self.best: result.best_bits}
-        if sum(result.us) < CLEARLY * sum(result.best_us):
-            self.best = launch
+    def note(self, results: dict[Launch, Result]) -> None:
+        """Take in what was measured together, beside the best. A best with a problem gives way to the next."""
+        beside, least = self.best, CLEARLY
+        for launch, result in results.items():
+            self.tried[launch] = result
+            if result.problem:
+                self.times.pop(launch, None)
+                continue
+            before = self.times.setdefault(beside, result.best_us)
+            self.times[launch] = tuple(
+                us * old / best for us, best, old in zip(result.us, result.best_us, before, strict=True)
+            )
+            self.bits |= {launch: result.bits, beside: result.best_bits}
+            share = sum(result.us) / sum(result.best_us)
+            if share < least:
+                self.best, least = launch, share
+        if self.best in results and results[self.best].problem:
+            self.best = min(self.times, key=lambda of: sum(self.times[of]), default=self.declared)
 
     def parted(self) -> tuple[Launch, Launch]:
         """(bare, with adapters): two tiles of a kernel with the base, where those beat one for both; else it twice.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lorac.errors import BuildError
 from lorac.fingerprint import fingerprint
 from lorac.plan.build import Tuned, make_plan
-from lorac.plan.kernels import ANY_ADAPTERS, UNBOUNDED, launched
+from lorac.plan.kernels import ANY_ADAPTERS, UNBOUNDED, block_of, launched
 from lorac.plan.model import KernelPlan, Launch, Plan
 from lorac.render.package import launch_row, render
 from lorac.spec.backend import Declaration, Kernel, Tile
@@ -55,19 +55,29 @@ class Task:
         self.files = render(able, paths, self.fingerprint)
         self._kernels = {(b.name, kernel.name): kernel for b in able.backends for kernel in b.kernels}
 
-    def rows(self, site: Site, launch: Launch) -> list[tuple]:
-        """A configuration as rows of the kernel's launch table: one per number of adapters it is specialised for.
+    def rows(self, site: Site, launch: Launch, served: bool = False) -> list[tuple]:
+        """A configuration as rows of the kernel's launch table: for the bounds that its site's batches get.
 
-        Without their bound on the rows, so that sizes share what is compiled; none where the library has the base.
+        With `served`, for every bound that the plan would launch it for. Without a bound on the rows, so that sizes
+        share what is compiled; none where the library has the base.
         """
         if in_library(launch):
             return []
-        kernel, launch = self._kernels[site.backend, site.kernel], replace(launch, rows=UNBOUNDED)
-        bare = replace(launch, rank=0, adapters=BARE)
+        kernel = self._kernels[site.backend, site.kernel]
         if site.adapters == BARE:
-            return [launch_row(kernel, bare)]
-        launches = [replace(launch, adapters=bound) for bound in self._reached[site].bounds]
-        return [launch_row(kernel, of) for of in (*[bare] * kernel.base, *launches)]
+            bounds = [(0, BARE)]
+        elif served:
+            bounds = [(of.rank, of.adapters) for of in kernel.launches if _within(of, site)]
+        else:
+            bounds = [*[(0, BARE)] * kernel.base, *((site.rank, bound) for bound in self._reached[site].bounds)]
+        of_rank = [block for block, dim in self._declared(site).dims.items() if dim == "rank"]
+        found = []
+        for rank, adapters in dict.fromkeys(bounds):
+            tile = dict(launch.tile)
+            tile |= {block: min(tile[block], block_of(max(rank, 1))) for block in of_rank}
+            bounded = replace(launch, rows=UNBOUNDED, rank=rank, adapters=adapters, tile=tuple(tile.items()))
+            found.append(launch_row(kernel, bounded))
+        return found
 
     def batches(self, site: Site) -> list[Batch]:
         """The batches whose times are a site's time."""
@@ -87,7 +97,7 @@ class Task:
 
     def runs(self, site: Site) -> bool:
         """Whether its kernel is launched, as far as the best of the others decides: some are by the library's side."""
-        kernel = self.declarations[site.backend].kernels[site.stage]
+        kernel = self._declared(site)
         return not kernel.in_library or any(
             of.stage == kernel.beside and in_library(self.searches[of].best) for of in self.beside(site)
         )
@@ -104,6 +114,9 @@ class Task:
     def beside(self, site: Site) -> list[Site]:
         """The sites that one call launches, or would for other adapters or by the library; this one among them."""
         return [of for of in self.searches if _call(of) == _call(site)]
+
+    def _declared(self, site: Site) -> Kernel:
+        return self.declarations[site.backend].kernels[site.stage]
 
     @staticmethod
     def _with_bare(pairs: dict[Site, tuple[Launch, Launch]]) -> dict[Site, Launch]:
@@ -134,10 +147,15 @@ class Task:
         predicted = {launch: model.predict(launch) for launch in legal}
         seeds = [of for of in declared_anywhere(kernel, module, site, plan.dtype, (gpu.target,)) if of in predicted]
         seeds.sort(key=predicted.__getitem__)
-        if _may_leave(self.declarations[site.backend], site.stage):
+        if self.declarations[site.backend].may_leave(site.stage):
             seeds.insert(0, library(site))
         bare = declared_bare(kernel, kernel_plan, site) if kernel.base else None
         return Search(site, declared(kernel_plan, site), predicted, seeds, bare)
+
+
+def _within(launch: Launch, site: Site) -> bool:
+    """Whether a site's tile would serve a launch's bounds."""
+    return launch.rank <= site.rank and (site.adapters == ANY_ADAPTERS or launch.adapters <= site.adapters)
 
 
 def _call(site: Site) -> tuple[str, str, int]:
@@ -147,11 +165,6 @@ def _call(site: Site) -> tuple[str, str, int]:
 def _launchable(kernels: tuple[KernelPlan, ...], rows: int) -> list[KernelPlan]:
     """A backend's kernels that layers of so many rows launch, whichever of them leave the base to the library."""
     return launched(tuple(replace(of, library=(), in_library=False) for of in kernels), rows)
-
-
-def _may_leave(declaration: Declaration, stage: str) -> bool:
-    """Whether a stage can leave its base to the library: another then has the rest."""
-    return any(kernel.in_library and kernel.beside == stage for kernel in declaration.kernels.values())
 
 
 def _demanding(search: Search, kernel: Kernel) -> list[Tile]:

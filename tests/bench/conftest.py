@@ -38,16 +38,19 @@ class Compiler:
     def __init__(self, bad=lambda launch: ""):
         self.bad, self.submitted, self.closed = bad, set(), False
 
-    def submit(self, site, launch):
+    def submit(self, site, launch, served=False):
         self.submitted.add((site.backend, site.kernel, launch))
 
-    def ready(self, site, launch):
+    def ready(self, site, launch, served=False):
         return True
+
+    def drop(self):
+        self.submitted.clear()
 
     def wait(self, seconds):
         raise AssertionError("all is compiled")
 
-    def problem(self, site, launch):
+    def problem(self, site, launch, served=False):
         return self.bad(launch)
 
     def close(self):

@@ -6,7 +6,7 @@ from lorac.compile import plan_spec
 from lorac.explain import explain
 from lorac.plan.kernels import launched
 from lorac.tune.report import report
-from lorac.tune.search import Result, Search
+from lorac.tune.search import DeviceLost, Result, Search
 from lorac.tune.space import BARE, in_library, settings
 
 from .conftest import SPEC, Compiler, search
@@ -94,6 +94,16 @@ def test_every_stage_gets_its_fastest_tile(spec, stage, rows):
     assert f"fused    {site.module}" in report(outcome)
 
 
+def test_the_library_may_have_every_size(spec):
+    always = lambda site, launch, batch: 1.0 if in_library(launch) else steady(site, launch, batch)  # noqa: E731
+    search(spec, Measurer(always), rows=ROWS)
+    plan = plan_spec(spec).plan
+    for rows in (40, 256, 5000):
+        assert names(plan, rows) == {
+            f"{of}_{m}" for of in ("tile_shrink", "tile_expand") for m in ("qkv_proj", "down_proj")
+        }
+
+
 def bare_likes_loops(site, launch, batch):
     loop = dict(launch.tile).get("LOOP", 0) if not in_library(launch) else 0
     return steady(site, launch, batch) - (40 * loop if batch == 0 else 0)
@@ -132,7 +142,7 @@ def test_a_compiler_that_never_ends_does_not_outlast_the_budget(spec):
     class Stuck(Compiler):
         waited = 0
 
-        def ready(self, site, launch):
+        def ready(self, site, launch, served=False):
             return False
 
         def wait(self, seconds):
@@ -145,16 +155,69 @@ def test_a_compiler_that_never_ends_does_not_outlast_the_budget(spec):
     assert 0 < compiler.waited <= 30
 
 
-def test_a_doubt_about_the_best_discards_what_was_measured_beside_it():
-    class Launch(int):
-        warps = 4
+def test_what_cannot_be_compiled_for_every_batch_gives_way_to_the_next_best(spec):
+    class Spills(Compiler):
+        def problem(self, site, launch, served=False):
+            return "spills 8 bytes" if served and not in_library(launch) and launch.stages == 6 else ""
 
-    declared, good, better = map(Launch, range(3))
+    outcome = search(spec, Measurer(steady), Spills(), rows=ROWS)
+    for site, found in outcome.searches.items():
+        if found.best != found.declared:
+            assert found.best.stages != 6, site
+    found = next(of for site, of in outcome.searches.items() if (site.stage, site.rows) == ("project", 8))
+    assert found.best != found.declared and found.gain < 1.0
+
+
+def test_what_breaks_the_gpu_is_left_out_when_the_search_goes_on(spec):
+    class Broken(Measurer):
+        def measure(self, site, chosen, tried):
+            if site.stage == "project" and any(launch.warps == 8 for launch in tried):
+                raise DeviceLost("broke the GPU's context: go on with --resume")
+            return super().measure(site, chosen, tried)
+
+    ended = []
+    for _ in range(40):
+        try:
+            ended.append(search(spec, Broken(steady), rows=(8,), resume=True))
+            break
+        except DeviceLost:
+            continue
+    (outcome,) = ended
+    assert "configurations left out: broke the GPU's context" in report(outcome)
+    assert all(found.best.warps != 8 for site, found in outcome.searches.items() if site.stage == "project")
+
+
+class Launch(int):
+    """Stands for a launch with a tile of its own."""
+
+    warps = 4
+
+
+def fresh(declared) -> Search:
     found = Search.__new__(Search)
     found.declared = found.best = declared
     found.tried, found.times, found.bits, found.bare = {}, {}, {}, None
-    found.note(good, Result((9.0,), (10.0,)))
-    found.note(better, Result((4.0,), (4.5,)))
+    return found
+
+
+def test_the_next_best_takes_the_place_of_one_with_a_problem():
+    declared, good, better = map(Launch, range(3))
+    found = fresh(declared)
+    found.note({good: Result((9.0,), (10.0,))})
+    found.note({better: Result((4.0,), (4.5,))})
     assert found.best == better and found.gain == pytest.approx(0.8)
-    found.note(better, Result(problem="no faster"))
+    found.note({better: Result(problem="no faster")})
+    assert found.best == good and found.gain == pytest.approx(0.9)
+    found.note({good: Result(problem="no faster")})
     assert found.best == declared and found.gain == 1.0 and found.parted() == (declared, declared)
+
+
+def test_of_what_is_measured_together_the_fastest_is_the_best():
+    declared, middling, fastest, slow = map(Launch, range(4))
+    found = fresh(declared)
+    beside = (10.0, 10.0)
+    found.note(
+        {middling: Result((8.0, 8.0), beside), fastest: Result((5.0, 7.0), beside), slow: Result((9.0, 9.0), beside)}
+    )
+    assert found.best == fastest and found.gain == pytest.approx(0.6)
+    assert found.times[slow] == (9.0, 9.0), "beside what was the best then"

@@ -93,6 +93,12 @@ def test_a_new_or_changed_table_makes_a_package_stale(spec, table, tmp_path):
         ("BLOCK_K: 32, ", "", "the tile lacks BLOCK_K"),
         ("BLOCK_K: 32", "BLOCK_K: 48", "BLOCK_K must be a power of two, not 48"),
         ("SPLIT_K: 4", "SPLIT_K: 0", "SPLIT_K must be a whole number from 1, not 0"),
+        (
+            "BLOCK_M: 16, BLOCK_N: 16, BLOCK_K: 32, SPLIT_K: 4",
+            "library: true",
+            "shrink cannot leave anything to the lib",
+        ),
+        ("SPLIT_K: 4", "library: true", "BLOCK_M is said of a tile left to the library"),
         ("warps: 2", "warps: 3", "warps"),
         ("gpu: NVIDIA H200", "gpus: NVIDIA H200", "gpu"),
     ],
