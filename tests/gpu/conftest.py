@@ -1,5 +1,6 @@
 """Fixtures of the tests that need a GPU: the committed package, a two-layer Llama of its shapes, random adapters."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 import lorac
 from lorac.bench.llama import DecodeForward, Llama, filled_slots
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `delays`
 
 BACKENDS = ["fused", "triton", "csgmv"]
 ROWS = 256  # the largest decode bucket of the package

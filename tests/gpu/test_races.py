@@ -1,0 +1,213 @@
+"""Dependent launches overlap and never race: a kernel that stores long after its dependents began changes no bit.
+
+Each kernel in turn, then several at once, linger when they have let the next launch start; whatever reads their output
+without having waited for it reads what the batch before, or poison, left there. A copy of the package whose waits are
+taken out shows that this is seen.
+"""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from delays import Delays, dependent_kernels, load_lingering
+
+import lorac
+from lorac.runtime.launch import Kernel
+from lorac.verify.check import filled_slots
+
+pytestmark = pytest.mark.gpu
+GENERATED = Path(__file__).parents[2] / "generated"
+LATE = 2_000_000  # nanoseconds: more than each of the chains takes
+# chain of launches, phase, rows, variant
+OVERLAPPING = [
+    *[("linear", "decode", rows, variant) for rows in (8, 64) for variant in ("lora", "nolora")],
+    ("linear", "decode", 256, "lora"),  # qkv_proj by the library, then expanded
+    ("linear", "prefill", 1024, "lora"),  # adapter by adapter
+    *[("moe", "decode", rows, "lora") for rows in (1, 2, 8, 64)],
+    ("moe", "decode", 64, "nolora"),
+    *[("hooks", "decode", rows, "lora") for rows in (8, 64)],
+]
+# programs that take one tile after another let dependents go at their end: nothing of theirs is late then
+CHAINS = [*OVERLAPPING, ("linear", "prefill", 2048, "lora")]
+
+
+class Linear:
+    """o_proj and qkv_proj in turn, on Llama's shapes: y of one is x of the next, with no other kernel in between."""
+
+    package = "llama31_8b"
+    layers = (0, 1, 2)
+
+    def __init__(self, layout, normal):
+        names = ("o_proj", "qkv_proj")
+        self.weights = {name: normal(layout.by_name[name].out_features, layout.hidden) for name in names}
+        self.hidden = layout.hidden
+
+    def inputs(self, rows: int, normal) -> dict[str, torch.Tensor]:
+        return {"x": normal(rows, self.hidden) * self.hidden**0.5}
+
+    def forward(self, package, step, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = package.linear("o_proj", layer, x, self.weights["o_proj"], step)
+            x = package.linear("qkv_proj", layer, x, self.weights["qkv_proj"], step)[:, : self.hidden]
+        return package.linear("o_proj", self.layers[2], x, self.weights["o_proj"], step)
+
+
+class Experts:
+    """Two mixtures, one reading what the other wrote, on Qwen3's shapes."""
+
+    package = "qwen3_30b_a3b"
+    layers = (0,)
+
+    def __init__(self, layout, normal):
+        self.up, self.down = (layout.by_name[name] for name in ("experts_gate_up", "experts_down"))
+        self.count, self.top_k = self.up.experts.local, self.up.experts.top_k
+        self.w13, self.w2 = (normal(self.count, of.out_features, of.in_features) for of in (self.up, self.down))
+
+    def inputs(self, rows: int, normal) -> dict[str, torch.Tensor]:
+        scores = normal(rows, self.count).float()
+        weights, ids = torch.softmax(scores * self.count**0.5, 1).topk(self.top_k, 1)
+        x = normal(rows, self.up.in_features) * self.up.in_features**0.5 * 8
+        return {"x": x, "ids": ids.to(torch.int32), "weights": weights}
+
+    def forward(self, package, step, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = package.moe(0, x, ids, weights, self.w13, self.w2, step)
+        return x
+
+
+class Hooks(Experts):
+    """LoRA alone, of gate_up and down in turn: what one adds to is, as memory, the next one's x."""
+
+    def forward(self, package, step, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        pairs = ids.numel()
+        made = [x.new_zeros(pairs, of.out_features) for of in (self.up, self.down) * 2]
+        for y, of in zip(made, (self.up, self.down) * 2, strict=True):
+            package.add_experts(of.name, 0, x, y, ids, None if of is self.up else weights, step)
+            x = y.view(-1, self.down.in_features)[:pairs] if of is self.up else y[: len(ids)]
+        return x
+
+
+CHAIN_CLASSES = {"linear": Linear, "moe": Experts, "hooks": Hooks}
+
+
+@pytest.fixture(scope="module")
+def lingering(tmp_path_factory):
+    """lingering(package, waits) -> (loaded copy, its delays, the original's filled slots); made once."""
+    slots, copies = {}, {}
+
+    def get(name: str, layers: tuple[int, ...], waits: bool):
+        if name not in slots:
+            original = lorac.load(GENERATED / name)
+            filled = {
+                module.name: layers if module.experts or name == Linear.package else ()
+                for module in original.LAYOUT.modules
+            }
+            slots[name] = filled_slots(original, "cuda:0", filled, torch.Generator("cuda:0").manual_seed(0))
+            copies[name] = Delays(dependent_kernels(original))
+        if (name, waits) not in copies:
+            target = tmp_path_factory.mktemp("lingering") / name
+            copies[name, waits] = load_lingering(GENERATED / name, target, copies[name], waits)
+        return copies[name, waits], copies[name], slots[name]
+
+    return get
+
+
+class Captured:
+    """One graph of a chain, and the same launches one by one, where none overlap."""
+
+    def __init__(self, lingering, seed: int, chain: str, phase: str, rows: int, variant: str, waits: bool):
+        self.generator, self.rng = torch.Generator("cuda").manual_seed(seed), random.Random(seed)
+        self.phase, self.rows, self.variant = phase, rows, variant
+        of = CHAIN_CLASSES[chain]
+        package, self.delays, slots = lingering(of.package, of.layers, waits)
+        self.chain = of(package.LAYOUT, self.normal)
+        self.step = package.Step(slots, "fused")
+        self.delays.set({})
+        graphs = package.DecodeGraphs if phase == "decode" else package.PrefillGraphs
+        self.graphs = graphs(self.forward, self.step, self.chain.inputs(rows, self.normal))
+        self.graphs.table = [(rows, variant)]
+        self.package = package
+        self.graphs.capture()
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        made = torch.randn(shape, device="cuda", generator=self.generator) * shape[-1] ** -0.5
+        return made.to(torch.bfloat16)
+
+    def forward(self, **inputs) -> torch.Tensor:
+        return self.chain.forward(self.package, self.step, **inputs)
+
+    def replay(self, delays: dict[str, int], every: int = 1) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """A fresh batch through the graph with kernels lingering, the same launched one by one; nanoseconds."""
+        lora = self.variant == "lora"
+        count = self.rows if self.phase == "decode" else 4
+        slots = [self.rng.randrange(-1, 8) if lora and request else 3 * lora - 1 for request in range(count)]
+        inputs = self.chain.inputs(self.rows, self.normal)
+        ticket = self.step.prepare_slots(self.phase, slots, [self.rows // count] * count)
+        assert (ticket.bucket, ticket.variant) == (self.rows, self.variant)
+        self.poison()
+        self.delays.set(delays, every)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        out = self.graphs.run(ticket, inputs)
+        end.record()
+        out = out.clone()
+        torch.cuda.synchronize()  # without waits, a launch may end before the one before it
+        self.delays.set({})
+        self.poison()
+        with torch.no_grad(), self.step.launching():
+            expected = self.forward(**inputs)
+        return out, expected, begin.elapsed_time(end) * 1e6
+
+    def poison(self) -> None:
+        """NaN, and in tables zeros: they name no row, and are where tickets rest."""
+        for tensor in self.step.scratch_tensors():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+    def launched(self, monkeypatch) -> list[str]:
+        """The names of the kernels, in order."""
+        names, run = [], Kernel.run
+
+        def noting(kernel, *args, **kwargs):
+            names.append(kernel.name)
+            run(kernel, *args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Kernel, "run", noting)
+            self.replay({})
+        assert sum(self.graphs.stats()["hits"].values()) == 1 and len(names) > len(set(names))
+        return names
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(map(str, chain)))
+def test_a_kernel_that_stores_late_changes_no_bit(lingering, chain, seed, monkeypatch):
+    captured = Captured(lingering, seed, *chain, waits=True)
+    launched = captured.launched(monkeypatch)
+    assert min(captured.replay({})[2] for _ in range(5)) < LATE
+    kernels, choose = sorted(set(launched)), captured.rng.choice
+    several = [{name: choose((0, LATE // 50, LATE // 4, LATE)) for name in kernels} for _ in range(4)]
+    before = None
+    for delays in [*({name: LATE} for name in kernels), dict.fromkeys(kernels, LATE), *several]:
+        for every in (1, 4):
+            out, expected, took = captured.replay(delays, every)
+            assert torch.equal(out, expected), f"with {delays} {(out != expected).any(1).sum()} rows differ"
+            assert expected.isfinite().all() and (before is None or not torch.equal(expected, before))
+            assert took >= max(time * launched.count(name) for name, time in delays.items())
+            before = expected
+
+
+@pytest.mark.parametrize("chain", OVERLAPPING, ids=lambda chain: "-".join(map(str, chain)))
+def test_without_waits_a_kernel_that_stores_late_is_seen(lingering, chain, seed, monkeypatch):
+    captured = Captured(lingering, seed, *chain, waits=False)
+    launched = captured.launched(monkeypatch)
+    # between a shrink and an expand is the library's kernel, which begins when all before it have ended
+    seen = {
+        name
+        for name, after in itertools.pairwise(launched)
+        if not (name.startswith("tile_shrink") and after.startswith("tile_expand"))
+    }
+    for name in sorted(seen):
+        # every fourth program: the others leave room for the next launch on each multiprocessor
+        out, expected, _ = captured.replay({name: LATE}, every=4)
+        assert expected.isfinite().all() and not torch.equal(out, expected), f"a late {name} is not seen"
