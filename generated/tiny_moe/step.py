@@ -93,9 +93,9 @@ def route(
     packed, maps, map_stride, rows_room, requests_room, segments_room,
     BY_REQUEST: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Derive row_slot, order, spans, segments and active slots from the packed requests; neutralise what lies past the batch.
+    """Derive row_slot, order, spans, segments and active slots from the packed requests.
 
-    One program: BLOCK rows of one map; the first of a map also writes its segments. SLOTS is the slot count rounded up.
+    What lies past the batch is neutralised. One program: BLOCK rows of one map; the first of a map also writes its segments. SLOTS is the slot count rounded up.
     """
     index = tl.program_id(1)
     requests = tl.load(packed + index * 4)
@@ -143,7 +143,8 @@ def route(
     slot = tl.where(row < rows, slot, -1)
     tl.store(row_slot + row, slot, mask=inside)
     # bits of the spans of B's columns that hold a row's slot, from its first column to its last
-    bits = (2 << ((slot * 16 + 15) // 64)) - (1 << (slot * 16 // 64))
+    first_column = slot * 16
+    bits = (2 << ((first_column + 15) // 64)) - (1 << (first_column // 64))
     tl.store(spans + tl.program_id(0), tl.reduce(tl.where(slot >= 0, bits, 0), 0, _union))
 
     count = _count(slots_at, starts_at, requests, SLOTS, STEP)

@@ -176,7 +176,7 @@ def extent(kernel: Kernel, module: ModulePlan, site: Site, block: str) -> int:
 def _steps(kernel: Kernel, module: ModulePlan, site: Site, tile: dict[str, int]) -> int:
     """Turns of the kernel's loop; a pipeline deeper than that holds nothing."""
     block = reduction(kernel)
-    if not block:
+    if block not in kernel.dims:
         return max(STAGES)
     return -(-extent(kernel, module, site, block) // (tile[block] * tile.get("SPLIT_K", 1)))
 

@@ -195,8 +195,8 @@ def tile_project_qkv_proj(
 
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
-    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch after
-    may begin with the steps over h, not at the end.
+    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
+    after may begin with the steps over h, not at the end.
     """
     DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
@@ -839,8 +839,8 @@ def tile_project_o_proj(
 
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
-    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch after
-    may begin with the steps over h, not at the end.
+    needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
+    after may begin with the steps over h, not at the end.
     """
     DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
