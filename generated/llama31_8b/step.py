@@ -258,7 +258,8 @@ def route(
 ):  # fmt: skip
     """Derive row_slot, order, spans, segments and active slots from the packed requests.
 
-    What lies past the batch is neutralised. One program: BLOCK rows of one map; the first of a map also writes its segments. SLOTS is the slot count rounded up.
+    What lies past the batch is neutralised.
+    One program: BLOCK rows of one map; the first of a map also writes its segments. SLOTS is the slot count rounded up.
     """
     index = tl.program_id(1)
     requests = tl.load(packed + index * 4)

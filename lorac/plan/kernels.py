@@ -21,6 +21,8 @@ SHARED_LIMIT = {
 }
 TMA_TARGETS = {"sm_90", "sm_100", "sm_120"}  # those that copy whole tiles; kernels read by tile spill on others
 PDL_TARGETS = {"sm_90", "sm_100", "sm_120"}  # those with dependent launches; others leave them out when they compile
+# multiprocessors of a target's largest card (H100 and H200, B200, RTX PRO 6000)
+PROCESSORS = {"sm_90": 132, "sm_100": 148, "sm_120": 188}
 LEAST_BLOCK = 16  # tl.dot asks for as much
 TILE_ALIGN = 16  # bytes at which the rows of a tensor start that is read by descriptor (CUDA programming guide, TMA)
 UNBOUNDED = 0  # `rows` of the launch that serves any number
@@ -76,7 +78,7 @@ def plan_kernels(
                     splits=splits,
                     stands_in=kernel.stands_in,
                     max_rows=kernel.max_rows or UNBOUNDED,
-                    library=_library(kernel, tiles, module, max_rank),
+                    library=_library(kernel, tiles, module, max_rank, targets),
                     in_library=kernel.in_library,
                     base=kernel.base,
                     wide_b=module.out_features * slots * max_rank >= 2**31,
@@ -101,8 +103,8 @@ def _scratch(name: str, declared: Scratch, split: bool, dtype: str) -> ScratchPl
 def launched(kernels: tuple[KernelPlan, ...], rows: int, adapters: bool = True) -> list[KernelPlan]:
     """Of a backend's kernels, those that layers of `rows` rows with adapters (or without) launch, base included.
 
-    Kernels that stand in for a module's others do so up to the rows they serve; one with the base does not where it leaves
-    that to the library.
+    Kernels that stand in for a module's others do so up to the rows they serve; one with the base does not where it
+    leaves that to the library.
     """
     left = {of.module for of in kernels if any(part.least <= rows <= part.most for part in of.library)}
     found = [
@@ -163,7 +165,7 @@ def _launches(
     bounds = (max_rank, ANY_ADAPTERS) if kernel.base else (rank, bound)
     launches: list[Launch] = []
     for rows in _classes(kernel, tiles, their_rows):
-        tile, source = _serving(tiles, rows, *bounds, module, bare=not bound)
+        tile, source = _serving(tiles, rows, *bounds, module, targets, bare=not bound)
         if tile.library:
             continue
         led = {name: _led(launches, constant, rows, rank) for name, (launches, constant) in followed.items()}
@@ -184,13 +186,13 @@ def _classes(kernel: Kernel, tiles, more: set[int]) -> list[int]:
     return [*sorted(bounded), kernel.max_rows or UNBOUNDED]
 
 
-def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int) -> tuple[LibraryPlan, ...]:
+def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int, targets) -> tuple[LibraryPlan, ...]:
     """The rows of the classes whose tile says so, neighbours joined."""
     parts: list[LibraryPlan] = []
     least = 1
     for most in _classes(kernel, tiles, set()):
         most = most or UNLIMITED
-        tile, source = _serving(tiles, most % UNLIMITED, max_rank, ANY_ADAPTERS, module)
+        tile, source = _serving(tiles, most % UNLIMITED, max_rank, ANY_ADAPTERS, module, targets)
         if tile.library:
             if parts and (parts[-1].most, parts[-1].source) == (least - 1, source):
                 least = parts.pop().least
@@ -199,10 +201,26 @@ def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int) -> tuple[
     return tuple(parts)
 
 
-def _serving(tiles, rows: int, rank: int, adapters: int, module: ModulePlan, bare: bool = False) -> tuple[Tile, str]:
+def _serving(
+    tiles, rows: int, rank: int, adapters: int, module: ModulePlan, targets: tuple[str, ...], bare: bool = False
+) -> tuple[Tile, str]:
     """The first tile whose bounds hold, and where it comes from; some serve only batches that are `bare`."""
     fitting = ((tile, source) for tile, source in tiles if bare or not tile.bare)
-    return next((tile, source) for tile, source in fitting if _serves(tile, rows, rank, adapters, module))
+    within = ((tile, source) for tile, source in fitting if _serves(tile, rows, rank, adapters, module))
+    return next((tile, source) for tile, source in within if _fills(tile, rows, module, targets))
+
+
+def _fills(tile: Tile, rows: int, module: ModulePlan, targets: tuple[str, ...]) -> bool:
+    """Whether so many rows give the programs of a tile enough multiprocessors, where targets say how many there are.
+
+    What counts is the last turn, which may leave most of them idle: tiles over the turns' places for tiles.
+    """
+    if not tile.fill or not rows:
+        return True
+    sizes = tile.sizes
+    tiles = -(-rows // sizes["BLOCK_M"]) * sum(-(-part.width // sizes["BLOCK_N"]) for part in module.slices)
+    counts = [PROCESSORS[target] for target in targets if target in PROCESSORS]
+    return all(100 * tiles >= tile.fill * -(-tiles // count) * count for count in counts)
 
 
 def _led(launches: tuple[Launch, ...], constant: str, rows: int, rank: int) -> int:

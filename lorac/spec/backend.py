@@ -37,6 +37,9 @@ class Tile(_Declared):
     in_features: StrictInt | None = Field(None, ge=1, description="serves modules of up to this many input features")
     out_features: StrictInt | None = Field(None, ge=1, description="serves modules of up to this many output features")
     module: Identifier | None = Field(None, description="serves this module alone")
+    fill: StrictInt | None = Field(
+        None, ge=1, le=100, description="serves where its programs keep this many percent of the multiprocessors busy"
+    )
     warps: Literal[1, 2, 4, 8, 16] = Field(4, description="warps of a program")
     stages: StrictInt = Field(2, ge=1, le=8, description="depth of software pipelining")
     pdl: StrictBool = Field(False, description="launch by programmatic dependent launch where the target has it")
@@ -50,7 +53,7 @@ class Tile(_Declared):
 
 
 class Scratch(_Declared):
-    """A scratch buffer, a product of: rows, slices, columns (slices x rank), active, out, slots, max_rank, block sizes."""
+    """A scratch buffer, a product of: rows, slices, columns (slices x rank), active, out, slots, max_rank, blocks."""
 
     dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")
     shape: tuple[Identifier, ...] = Field(min_length=1, description="dimensions, by name")

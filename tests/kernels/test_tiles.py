@@ -40,7 +40,9 @@ def spec(dtype: str, max_rank: int) -> dict:
         "name": "tiles",
         "model": {"hidden": 72, "layers": 1, "vocab": 61, "tied": False, "linears": linears, "fused": fused},
         "dtype": dtype,
-        "adapters": {"slots": len(RANKS[max_rank]), "max_rank": max_rank, "targets": ["qkv_proj", "long_proj", "odd_proj"]},
+        "adapters": {
+            "slots": len(RANKS[max_rank]), "max_rank": max_rank, "targets": ["qkv_proj", "long_proj", "odd_proj"],
+        },
         "backends": {"fused": {}},
         "graphs": {
             "decode": {"buckets": [1, 64, 128, 200], "variants": {
