@@ -291,15 +291,6 @@ def tile_shrink_qkv_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    share = tl.program_id(0) % SPLIT_K
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    x_at += share * SHARE
-    a_at += share * SHARE
-    k += share * SHARE
-    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
-    if ONE_STEP:
-        # on its way while the kernel before ends: adapters do not depend on it
-        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
     if PDL:
         # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
         tl.extra.cuda.gdc_wait()
@@ -311,10 +302,11 @@ def tile_shrink_qkv_proj(
         return
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
+    share = tl.program_id(0) % SPLIT_K
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        if not ONE_STEP:
-            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc)
 
     mask = live[:, None] & inside_h[None, :]
@@ -327,7 +319,8 @@ def tile_shrink_qkv_proj(
         if tl.atomic_add(ticks + tile, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):  # several at once on their way
+        # several on their way at once, as far as registers hold them
+        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
     h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
@@ -933,15 +926,6 @@ def tile_shrink_o_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    share = tl.program_id(0) % SPLIT_K
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    x_at += share * SHARE
-    a_at += share * SHARE
-    k += share * SHARE
-    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
-    if ONE_STEP:
-        # on its way while the kernel before ends: adapters do not depend on it
-        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
     if PDL:
         # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
         tl.extra.cuda.gdc_wait()
@@ -953,10 +937,11 @@ def tile_shrink_o_proj(
         return
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
+    share = tl.program_id(0) % SPLIT_K
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        if not ONE_STEP:
-            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc)
 
     mask = live[:, None] & inside_h[None, :]
@@ -969,7 +954,8 @@ def tile_shrink_o_proj(
         if tl.atomic_add(ticks + tile, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):  # several at once on their way
+        # several on their way at once, as far as registers hold them
+        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
     h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
@@ -1555,15 +1541,6 @@ def tile_shrink_gate_up_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    share = tl.program_id(0) % SPLIT_K
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    x_at += share * SHARE
-    a_at += share * SHARE
-    k += share * SHARE
-    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
-    if ONE_STEP:
-        # on its way while the kernel before ends: adapters do not depend on it
-        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
     if PDL:
         # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
         tl.extra.cuda.gdc_wait()
@@ -1575,10 +1552,11 @@ def tile_shrink_gate_up_proj(
         return
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
+    share = tl.program_id(0) % SPLIT_K
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        if not ONE_STEP:
-            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc)
 
     mask = live[:, None] & inside_h[None, :]
@@ -1591,7 +1569,8 @@ def tile_shrink_gate_up_proj(
         if tl.atomic_add(ticks + tile, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):  # several at once on their way
+        # several on their way at once, as far as registers hold them
+        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
     h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
@@ -2183,15 +2162,6 @@ def tile_shrink_down_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    share = tl.program_id(0) % SPLIT_K
-    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
-    x_at += share * SHARE
-    a_at += share * SHARE
-    k += share * SHARE
-    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
-    if ONE_STEP:
-        # on its way while the kernel before ends: adapters do not depend on it
-        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
     if PDL:
         # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
         tl.extra.cuda.gdc_wait()
@@ -2203,10 +2173,11 @@ def tile_shrink_down_proj(
         return
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
+    share = tl.program_id(0) % SPLIT_K
+    SHARE: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SPLIT_K * BLOCK_K
+    for start in range(share * SHARE, share * SHARE + SHARE, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        if not ONE_STEP:
-            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc)
 
     mask = live[:, None] & inside_h[None, :]
@@ -2219,7 +2190,8 @@ def tile_shrink_down_proj(
         if tl.atomic_add(ticks + tile, 1, sem="acq_rel") != SPLIT_K - 1:
             return
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):  # several at once on their way
+        # several on their way at once, as far as registers hold them
+        for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
     h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]

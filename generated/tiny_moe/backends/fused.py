@@ -311,11 +311,6 @@ def tile_shrink_qkv_proj(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * x_stride + k[None, :]
     a_at = a + (slot * (SLICES * R) + part * R + r)[None, :] * K + k[:, None]
-    SHARE: tl.constexpr = K
-    ONE_STEP: tl.constexpr = SHARE <= BLOCK_K
-    if ONE_STEP:
-        # on its way while the kernel before ends: adapters do not depend on it
-        a_tile = tl.load(a_at, mask=wanted[None, :], other=0.0)
     if PDL:
         # x is the previous kernel's. Those without rows wait as well: the projection reads x once all have waited
         tl.extra.cuda.gdc_wait()
@@ -327,10 +322,9 @@ def tile_shrink_qkv_proj(
         return
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
+    for start in range(0, K, BLOCK_K):
         x_tile = tl.load(x_at + start, mask=live[:, None], other=0.0)
-        if not ONE_STEP:
-            a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
+        a_tile = tl.load(a_at + start, mask=wanted[None, :], other=0.0)
         acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
 
     mask = live[:, None] & inside_h[None, :]
