@@ -60,7 +60,9 @@ def plan_kernels(
             launches = tuple(
                 replace(launch, adapters=bound)
                 for rank, bound in _bounds(kernel, ranks, adapters)
-                for launch in _launches(kernel, tiles, module, rank, bound, max_rank, dtype, targets, leaders, beside)
+                for launch in _launches(
+                    kernel, tiles, module, rank, bound, slots, max_rank, dtype, targets, leaders, beside
+                )
             )
             if not launches:  # the library has the base at any size
                 continue
@@ -151,7 +153,7 @@ def _bounds(kernel: Kernel, ranks: tuple[int, ...], adapters: tuple[int, ...]) -
 
 
 def _launches(
-    kernel, tiles, module: ModulePlan, rank: int, bound: int, max_rank: int, dtype: str, targets,
+    kernel, tiles, module: ModulePlan, rank: int, bound: int, slots: int, max_rank: int, dtype: str, targets,
     leaders: dict[str, tuple[Launch, ...]], beside: bool,
 ) -> list[Launch]:  # fmt: skip
     """One launch per class of rows, neighbours that came out equal merged. `leaders` are those of stages it follows.
@@ -169,13 +171,14 @@ def _launches(
         if tile.library:
             continue
         led = {name: _led(launches, constant, rows, rank) for name, (launches, constant) in followed.items()}
-        launch = fit(kernel, tile.model_copy(update=led), source, rows, rank, module, dtype, targets)
+        led_tile = tile.model_copy(update=led)
+        launch = fit(kernel, led_tile, source, rows, rank, module, slots * max_rank, dtype, targets)
         if launches and replace(launches[-1], rows=rows) == launch:
             launches.pop()
         launches.append(launch)
     own = [(tile, source) for tile, source in tiles if not tile.library]
     if not launches and beside and own:
-        return _launches(kernel, own[-1:], module, rank, bound, max_rank, dtype, targets, leaders, beside=False)
+        return _launches(kernel, own[-1:], module, rank, bound, slots, max_rank, dtype, targets, leaders, beside=False)
     return launches
 
 
@@ -240,14 +243,28 @@ def _serves(tile: Tile, rows: int, rank: int, adapters: int, module: ModulePlan)
     )
 
 
-def fit(kernel: Kernel, tile: Tile, source: str, rows: int, rank: int, module: ModulePlan, dtype, targets) -> Launch:
+def extents(module: ModulePlan, rows: int, rank: int, slot_columns: int) -> dict[str, int]:
+    """The size of every dimension a block may cut, by name; the widest slice for outputs."""
+    return {
+        "rows": rows,
+        "rank": rank,
+        "columns": len(module.slices) * block_of(rank),
+        "slot_columns": slot_columns,
+        "in": module.in_features,
+        "out": max(part.width for part in module.slices),
+    }
+
+
+def fit(
+    kernel: Kernel, tile: Tile, source: str, rows: int, rank: int, module: ModulePlan, slot_columns: int, dtype, targets
+) -> Launch:
     """The tile, cut down to the shape: no block past its dimension, whole splits, stages that fit in shared memory."""
-    widest = max(part.width for part in module.slices)
-    columns = len(module.slices) * block_of(max(rank, 1))
-    extent = {"rows": rows or 2**30, "rank": max(rank, 1), "columns": columns, "in": module.in_features, "out": widest}
+    extent = extents(module, rows or 2**30, max(rank, 1), slot_columns)
     sizes = tile.sizes
     for block, dim in kernel.dims.items():
         sizes[block] = min(sizes[block], block_of(extent[dim]))
+    for block, (least, most) in kernel.limits.items():
+        sizes[block] = min(max(sizes[block], least), most)
     stages = _fit_shared(kernel, sizes, tile.stages, ITEMSIZE[dtype], shared_limit(targets))
     if sizes.get("SPLIT_K", 1) > 1:
         sizes["SPLIT_K"] = _whole_splits(sizes["SPLIT_K"], -(-module.in_features // sizes["BLOCK_K"]))
@@ -257,13 +274,13 @@ def fit(kernel: Kernel, tile: Tile, source: str, rows: int, rank: int, module: M
 
 def _fit_shared(kernel: Kernel, sizes: dict[str, int], stages: int, itemsize: int, limit: int) -> int:
     """The stages that fit in shared memory; where not even one does, the largest blocks in `sizes` are halved."""
-    blocks = {name for pair in kernel.operands for name in pair}
+    least = {name: kernel.limits.get(name, (LEAST_BLOCK,))[0] for pair in kernel.operands for name in pair}
     while stages * itemsize * sum(sizes[a] * sizes[b] for a, b in kernel.operands) > limit:
-        widest = max(sorted(blocks), key=sizes.__getitem__)
+        large = [name for name in sorted(least) if sizes[name] > least[name]]
         if stages > 1:
             stages -= 1
-        elif sizes[widest] > LEAST_BLOCK:
-            sizes[widest] //= 2
+        elif large:
+            sizes[max(large, key=sizes.__getitem__)] //= 2
         else:
             break
     return stages

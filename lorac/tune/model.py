@@ -40,11 +40,13 @@ class Model:
         kernel: Kernel,
         module: ModulePlan,
         site: Site,
+        slot_columns: int,
         batches: list[tuple[int, int]],
         dtype: str,
         machine: Machine,
     ):
         self.kernel, self.module, self.site, self.batches = kernel, module, site, batches
+        self.slot_columns = slot_columns
         self.item, self.machine = ITEMSIZE[dtype], machine
         self._work: dict[tuple, list[_Work]] = {}
 
@@ -64,8 +66,9 @@ class Model:
             programs *= ceil(rows / tile[block]) if dim == "rows" else self._tiles(dim, tile[block])
             results *= min(tile[block], rows) if dim == "rows" else tile[block]
         steps, step_bytes, step_flops = 1, 0, 0
+        if inner in kernel.dims:
+            steps = ceil(extent(kernel, self.module, self.site, self.slot_columns, inner) / (tile[inner] * split))
         if inner:
-            steps = ceil(extent(kernel, self.module, self.site, inner) / (tile[inner] * split))
             # rows that are not there are not read
             real = {block: min(size, rows) if outer.get(block) == "rows" else size for block, size in tile.items()}
             step_bytes = sum(real[a] * real[b] for a, b in kernel.operands) * self.item

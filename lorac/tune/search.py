@@ -128,17 +128,21 @@ class Search:
         return [*filter(in_library, self.seeds), *found]
 
     def _neighbours(self) -> list[Launch]:
-        """Untried configurations one step from the best, then two, likeliest first."""
+        """Untried configurations one step from the best, then two, likeliest first.
+
+        What is declared may be no candidate, as with a pipeline deeper than the loop: then from the nearest that is.
+        """
         centre = self._climbing_from()
         if centre is None:
             return []
         here = settings(centre)
-        near: dict[int, list[Launch]] = {1: [], 2: []}
-        for launch in self._ranked:
-            apart = distance(here, self._settings[launch])
-            if apart in near and launch not in self.tried and launch != self.best:
-                near[apart].append(launch)
-        return near[1] + near[2][: 2 * STARTS]
+        apart = {launch: distance(here, self._settings[launch]) for launch in self._ranked}
+        nearest = min(apart.values(), default=0)
+        near: dict[int, list[Launch]] = {0: [], 1: [], 2: []}
+        for launch, steps in apart.items():
+            if steps - nearest in near and launch not in self.tried and launch != self.best:
+                near[steps - nearest].append(launch)
+        return near[0] + near[1] + near[2][: 2 * STARTS]
 
     def _climbing_from(self) -> Launch | None:
         """The best; where the library is that, the best of our own if it comes near."""

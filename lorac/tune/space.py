@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, log2
 
-from lorac.plan.kernels import ANY_ADAPTERS, block_of, fit
+from lorac.plan.kernels import ANY_ADAPTERS, block_of, extents, fit
 from lorac.plan.model import KernelPlan, Launch, ModulePlan
 from lorac.spec.backend import Kernel, Tile
 
-LARGEST = {"rows": 128, "rank": 128, "columns": 128, "in": 512, "out": 256}  # block sizes beyond these never paid
+# block sizes beyond these never paid
+LARGEST = {"rows": 128, "rank": 128, "columns": 128, "slot_columns": 256, "in": 512, "out": 256}
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # the plan takes those that divide a module's inputs
 WARPS = (2, 4, 8)
 STAGES = (1, 2, 3, 4, 5, 6)
@@ -43,55 +44,78 @@ class Site:
         return f"{self.stage}_{self.module}"
 
 
-def options(kernel: Kernel, module: ModulePlan, rows: int, rank: int) -> dict[str, tuple[int, ...]]:
-    """The values of each size of the kernel's tiles, ascending.
+def options(kernel: Kernel, module: ModulePlan, rows: int, rank: int, slot_columns: int) -> dict[str, tuple[int, ...]]:
+    """The values of each size of the kernel's tiles but for its switches, ascending.
 
     A block may be smaller than its dimension, and divides it where the shape has a block of 64 that does: masks cost.
     Two are no choice: rows of a kernel for few of them, which one block holds, and a block declared beyond any extent.
-    What cuts no stated dimension has the values that are declared. A kernel with the base, which takes long to compile
-    and to time, keeps within a doubling of those.
+    Blocks of rows that are never cut down have the values that are declared. A kernel with the base, which takes long
+    to compile and to time, keeps within a doubling of those.
     """
-    widths = tuple(part.width for part in module.slices)
-    columns = len(module.slices) * block_of(rank)
-    extents = {"rows": (rows,), "rank": (rank,), "columns": (columns,), "in": (module.in_features,), "out": widths}
+    extent = extents(module, rows, rank, slot_columns)
+    divided = {"in": (module.in_features,), "out": tuple(part.width for part in module.slices)}
     found = {}
-    for name in sorted({name for tile in kernel.tiles for name in tile.sizes}):
-        values = sorted({tile.sizes[name] for tile in kernel.tiles if name in tile.sizes})
+    for name in _size_names(kernel):
+        values = sorted({tile.sizes[name] for tile in own_tiles(kernel)})
         least, most = values[0], values[-1]
         if name in kernel.dims:
             dim = kernel.dims[name]
             if least > LARGEST[dim] or (dim == "rows" and kernel.max_rows):
-                found[name] = (block_of(max(extents[dim])),)
-                continue
-            blocks = _blocks(max(extents[dim]), LARGEST[dim], extents[dim] if dim in ("in", "out") else ())
-            found[name] = tuple(of for of in blocks if least <= 2 * of and of <= 2 * most) if kernel.base else blocks
+                blocks = (block_of(extent[dim]),)
+            else:
+                blocks = _blocks(extent[dim], LARGEST[dim], divided.get(dim, ()))
+                if kernel.base:
+                    blocks = tuple(of for of in blocks if least <= 2 * of and of <= 2 * most) or blocks[-1:]
+            lower, upper = kernel.limits.get(name, (blocks[0], blocks[-1]))
+            found[name] = tuple(of for of in blocks if lower <= of <= upper) or (lower,)
         elif name == "SPLIT_K":
             found[name] = SPLITS
-        else:
-            found[name] = tuple(value for value in values if name != ROWS_BLOCK or value < 2 * rows) or (values[0],)
+        elif name == ROWS_BLOCK:
+            found[name] = tuple(value for value in values if value < 2 * rows) or (least,)
     return found
 
 
-def candidates(kernel: Kernel, module: ModulePlan, site: Site, dtype: str, targets: tuple[str, ...]) -> list[Launch]:
+def switches(kernel: Kernel) -> list[dict[str, int]]:
+    """The sizes of the kernel's tiles that cut no stated dimension, together as some tile declares them.
+
+    Each of those combinations had a reason; no prediction tells the others, several times as many, apart.
+    """
+    cutting = {*kernel.dims, "SPLIT_K", ROWS_BLOCK}
+    names = [name for name in _size_names(kernel) if name not in cutting]
+    return [
+        dict(zip(names, values, strict=True))
+        for values in sorted({tuple(tile.sizes[name] for name in names) for tile in own_tiles(kernel)})
+    ]
+
+
+def own_tiles(kernel: Kernel) -> list[Tile]:
+    """The kernel's tiles that launch it: the others leave their batches to the library."""
+    return [tile for tile in kernel.tiles if not tile.library]
+
+
+def candidates(
+    kernel: Kernel, module: ModulePlan, site: Site, slot_columns: int, dtype: str, targets: tuple[str, ...]
+) -> list[Launch]:
     """Every legal configuration that the plan would leave as it is."""
-    sizes = options(kernel, module, site.rows, site.rank)
-    tiles = [tile for tile in kernel.tiles if not tile.library]
-    early = sorted({tile.pdl for tile in tiles})
+    sizes = options(kernel, module, site.rows, site.rank, slot_columns)
+    tiles = own_tiles(kernel)
+    # where no target has dependent launches, what is declared to be one is none
+    early = sorted({of.pdl for of in declared_anywhere(kernel, module, site, slot_columns, dtype, targets)})
     depths = sorted({*STAGES, *(tile.stages for tile in tiles)})
     if kernel.base:
         depths = [depth for depth in depths if depth >= min(tile.stages for tile in tiles) - 1]
     groups = [warps for warps in WARPS if warps >= WARP_GROUP or not kernel.tiled]
     found: list[Launch] = []
-    for values in product(*sizes.values()):
-        tile = dict(zip(sizes, values, strict=True))
+    for switched, *values in product(switches(kernel), *sizes.values()):
+        tile = dict(zip(sizes, values, strict=True)) | switched
         asked = Tile(stages=depths[-1], pdl=early[-1], **tile)
-        fitted = fit(kernel, asked, "", site.rows, site.rank, module, dtype, targets)
+        fitted = fit(kernel, asked, "", site.rows, site.rank, module, slot_columns, dtype, targets)
         if dict(fitted.tile) != tile:
             continue  # cut down, so another of the space
-        deepest = min(fitted.stages, max(1, _steps(kernel, module, site, tile)))
+        deepest = min(fitted.stages, max(depths[0], _steps(kernel, module, site, slot_columns, tile)))
         results = _results(kernel, tile)
         for warps, stages, pdl in product(groups, depths, early):
-            if results <= _ACCUMULATORS * 32 * warps and stages <= deepest and pdl <= fitted.pdl:
+            if results <= _ACCUMULATORS * 32 * warps and stages <= deepest:
                 found.append(replace(fitted, warps=warps, stages=stages, pdl=pdl))
     return found
 
@@ -152,11 +176,13 @@ def _planned(plan: KernelPlan, site: Site, rank: int) -> Launch:
 
 
 def declared_anywhere(
-    kernel: Kernel, module: ModulePlan, site: Site, dtype: str, targets: tuple[str, ...]
+    kernel: Kernel, module: ModulePlan, site: Site, slot_columns: int, dtype: str, targets: tuple[str, ...]
 ) -> list[Launch]:
     """The kernel's own tiles for whatever batch, cut to this site: somebody had a reason for each of them."""
-    tiles = [tile for tile in kernel.tiles if not tile.library]
-    return list(dict.fromkeys(fit(kernel, tile, "", site.rows, site.rank, module, dtype, targets) for tile in tiles))
+    fitted = (
+        fit(kernel, tile, "", site.rows, site.rank, module, slot_columns, dtype, targets) for tile in own_tiles(kernel)
+    )
+    return list(dict.fromkeys(fitted))
 
 
 def reduction(kernel: Kernel) -> str:
@@ -165,20 +191,21 @@ def reduction(kernel: Kernel) -> str:
     return min(shared, default="")
 
 
-def extent(kernel: Kernel, module: ModulePlan, site: Site, block: str) -> int:
-    """The size of the dimension a block cuts; the widest slice for outputs."""
-    widest = max(part.width for part in module.slices)
-    columns = len(module.slices) * block_of(site.rank)
-    sizes = {"rows": site.rows, "rank": site.rank, "columns": columns, "in": module.in_features, "out": widest}
-    return sizes[kernel.dims[block]]
+def extent(kernel: Kernel, module: ModulePlan, site: Site, slot_columns: int, block: str) -> int:
+    """The size of the stated dimension that a block cuts."""
+    return extents(module, site.rows, site.rank, slot_columns)[kernel.dims[block]]
 
 
-def _steps(kernel: Kernel, module: ModulePlan, site: Site, tile: dict[str, int]) -> int:
+def _steps(kernel: Kernel, module: ModulePlan, site: Site, slot_columns: int, tile: dict[str, int]) -> int:
     """Turns of the kernel's loop; a pipeline deeper than that holds nothing."""
     block = reduction(kernel)
     if block not in kernel.dims:
         return max(STAGES)
-    return -(-extent(kernel, module, site, block) // (tile[block] * tile.get("SPLIT_K", 1)))
+    return -(-extent(kernel, module, site, slot_columns, block) // (tile[block] * tile.get("SPLIT_K", 1)))
+
+
+def _size_names(kernel: Kernel) -> list[str]:
+    return sorted(own_tiles(kernel)[0].sizes)
 
 
 def _results(kernel: Kernel, tile: dict[str, int]) -> int:

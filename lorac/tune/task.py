@@ -142,11 +142,12 @@ class Task:
         counts = (1, plan.slots) if site.adapters == ANY_ADAPTERS else (site.adapters,)
         by_count = [live_segments(backend.segments, site.rows, count) for count in counts]
         batches = by_count if segmented(kernel) else [(1, site.rows)]
-        model = Model(kernel, module, site, batches, plan.dtype, gpu.machine)
-        legal = candidates(kernel, module, site, plan.dtype, (gpu.target,))
+        slot_columns = plan.slots * plan.max_rank
+        model = Model(kernel, module, site, slot_columns, batches, plan.dtype, gpu.machine)
+        legal = candidates(kernel, module, site, slot_columns, plan.dtype, (gpu.target,))
         predicted = {launch: model.predict(launch) for launch in legal}
-        seeds = [of for of in declared_anywhere(kernel, module, site, plan.dtype, (gpu.target,)) if of in predicted]
-        seeds.sort(key=predicted.__getitem__)
+        known = declared_anywhere(kernel, module, site, slot_columns, plan.dtype, (gpu.target,))
+        seeds = sorted((launch for launch in known if launch in predicted), key=predicted.__getitem__)
         if self.declarations[site.backend].may_leave(site.stage):
             seeds.insert(0, library(site))
         bare = declared_bare(kernel, kernel_plan, site) if kernel.base else None
@@ -164,7 +165,8 @@ def _call(site: Site) -> tuple[str, str, int]:
 
 def _launchable(kernels: tuple[KernelPlan, ...], rows: int) -> list[KernelPlan]:
     """A backend's kernels that layers of so many rows launch, whichever of them leave the base to the library."""
-    return launched(tuple(replace(of, library=(), in_library=False) for of in kernels), rows)
+    found = {of.name for of in launched(tuple(replace(of, library=(), in_library=False) for of in kernels), rows)}
+    return [of for of in kernels if of.name in found]
 
 
 def _demanding(search: Search, kernel: Kernel) -> list[Tile]:

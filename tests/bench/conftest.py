@@ -22,6 +22,7 @@ graphs:
 targets: [sm_90]
 """
 GPU = Gpu("NVIDIA H200", "sm_90")
+A100 = Gpu("NVIDIA A100", "sm_80")  # copies no whole tiles: few rows have kernels of their own, by pointers
 
 
 @pytest.fixture
@@ -84,11 +85,11 @@ class Clock:
         return self.now
 
 
-def search(spec, measurer, compiler=None, budget=1e9, resume=False, rows=(1, 8, 64)):
+def search(spec, measurer, compiler=None, budget=1e9, resume=False, rows=(1, 8, 64), gpu=GPU):
     """lorac tune with a fake GPU."""
     tools = Tools(lambda *_: measurer, lambda *_: compiler or Compiler())
     return tune(
-        spec, GPU, tools, backends=None, rows=list(rows), budget=budget, resume=resume, show=print, clock=Clock()
+        spec, gpu, tools, backends=None, rows=list(rows), budget=budget, resume=resume, show=print, clock=Clock()
     )  # fmt: skip
 
 

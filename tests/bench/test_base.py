@@ -5,18 +5,24 @@ import pytest
 from lorac.compile import plan_spec
 from lorac.explain import explain
 from lorac.plan.kernels import launched
+from lorac.resources import templates_folder
+from lorac.spec.folders import read_declaration
 from lorac.tune.report import report
 from lorac.tune.search import DeviceLost, Result, Search
-from lorac.tune.space import BARE, in_library, settings
+from lorac.tune.space import BARE, in_library, settings, switches
 
-from .conftest import SPEC, Compiler, search
+from .conftest import A100, GPU, SPEC, Compiler, search
 
 ROWS = (8, 64, 256)
+# so many outputs that at all of those rows tiles of our own are declared, not the library
+MANY_OUTPUTS = SPEC.replace("hidden: 128", "hidden: 4096").replace(
+    "heads: 8, kv_heads: 8, head_dim: 16", "heads: 32, kv_heads: 32, head_dim: 128"
+)
 
 
 @pytest.fixture
 def spec(spec):
-    spec.write_text(SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
+    spec.write_text(MANY_OUTPUTS.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
     return spec
 
 
@@ -82,16 +88,45 @@ def test_the_library_is_chosen_where_it_is_faster_and_its_expand_is_searched_the
     assert [(part.least, part.source) for part in kernel.library] == [(65, "NVIDIA H200")]
 
 
-@pytest.mark.parametrize(("stage", "rows"), [("shrink", 8), ("project", 8), ("tile_shrink", 64), ("tile_project", 64)])
-def test_every_stage_gets_its_fastest_tile(spec, stage, rows):
-    outcome = search(spec, Measurer(steady), rows=ROWS)
-    for site, found in outcome.searches.items():
-        if (site.stage, site.rows) == (stage, rows):
-            own = [launch for launch in found.predicted if not in_library(launch)]
-            assert steady(site, found.best, 1) <= 1.1 * min(steady(site, launch, 1) for launch in own)
-            chosen = at(plan_spec(spec).plan, stage, site.module, rows)
-            assert steady(site, chosen, 1) == steady(site, found.best, 1)
-    assert f"fused    {site.module}" in report(outcome)
+@pytest.mark.parametrize(
+    ("gpu", "stage", "rows"),
+    [
+        (A100, "shrink", 8),
+        (A100, "project", 8),
+        (GPU, "tile_shrink", 8),
+        (GPU, "tile_project", 8),
+        (GPU, "tile_shrink", 64),
+        (GPU, "tile_project", 64),
+        (GPU, "tile_expand", 256),
+    ],
+)
+def test_every_stage_gets_its_fastest_tile(spec, gpu, stage, rows):
+    spec.write_text(spec.read_text().replace(GPU.target, gpu.target))
+    measurer = Measurer(steady)
+    outcome = search(spec, measurer, rows=ROWS, gpu=gpu)
+    plan = plan_spec(spec).plan
+    measured = {site for site, _ in measurer.seen if (site.stage, site.rows) == (stage, rows)}
+    assert {site.module for site in measured} == {"qkv_proj"} | ({"down_proj"} if stage != "tile_expand" else set())
+    for site in measured:
+        found = outcome.searches[site]
+        own = [launch for launch in found.predicted if not in_library(launch)]
+        assert steady(site, found.best, 1) <= 1.1 * min(steady(site, launch, 1) for launch in own)
+        assert steady(site, at(plan, stage, site.module, rows), 1) == steady(site, found.best, 1)
+        assert f"fused    {site.module}" in report(outcome)
+
+
+@pytest.mark.parametrize("stage", ["tile_project", "tile_expand"])
+def test_every_declared_combination_of_switches_is_tried_and_no_other(spec, stage):
+    measurer = Measurer(steady)
+    search(spec, measurer, rows=ROWS)
+    declared = switches(read_declaration(templates_folder() / "backends" / "fused").kernels[stage])
+    tried = [dict(launch.tile) for site, launch in measurer.seen if site.stage == stage and not in_library(launch)]
+    assert len(declared) == {"tile_project": 6, "tile_expand": 2}[stage]
+    for tile in tried:
+        assert [of for of in declared if of.items() <= tile.items()], tile
+        assert 64 <= tile["BLOCK_K"] <= 256, "a step takes whole spans of columns"
+    for combination in declared:
+        assert [tile for tile in tried if combination.items() <= tile.items()], combination
 
 
 def test_the_library_may_have_every_size(spec):
@@ -132,10 +167,20 @@ def test_what_is_no_faster_once_more_stays_as_declared_also_from_the_journal(spe
     after = plan_spec(spec).plan
     for rows in ROWS:
         assert names(after, rows) == names(before, rows)
-        for stage in ("shrink", "project") if rows == 8 else ("tile_shrink",):
+        for stage in ("tile_shrink", "tile_project"):
             old, new = (settings(at(plan, stage, "down_proj", rows)) for plan in (before, after))
             assert old == new
     assert search(spec, Measurer(steady), rows=ROWS, resume=True, budget=0).table.read_text() == text
+
+
+def test_what_the_plan_leaves_to_the_library_stays_there_unless_beaten(spec):
+    spec.write_text(spec.read_text().replace("hidden: 4096", "hidden: 128").replace("head_dim: 128", "head_dim: 4"))
+    left = {f"{of}_{m}" for of in ("tile_shrink", "tile_expand") for m in ("qkv_proj", "down_proj")}
+    assert all(names(plan_spec(spec).plan, rows) == left for rows in ROWS), "they fill too little of the GPU"
+    outcome = search(spec, Measurer(steady, again=lambda declared, chosen: {(1, 32): (10.0, 10.0)}), rows=ROWS)
+    projected = [found for site, found in outcome.searches.items() if site.stage == "tile_project"]
+    assert projected and all(in_library(found.declared) and found.tried for found in projected)
+    assert all(names(plan_spec(spec).plan, rows) == left for rows in ROWS)
 
 
 def test_a_compiler_that_never_ends_does_not_outlast_the_budget(spec):
@@ -164,14 +209,15 @@ def test_what_cannot_be_compiled_for_every_batch_gives_way_to_the_next_best(spec
     for site, found in outcome.searches.items():
         if found.best != found.declared:
             assert found.best.stages != 6, site
-    found = next(of for site, of in outcome.searches.items() if (site.stage, site.rows) == ("project", 8))
+    found = next(of for site, of in outcome.searches.items() if (site.stage, site.rows) == ("tile_shrink", 8))
+    assert max(launch.stages for launch in found.tried) == 6, "it was measured, and fast"
     assert found.best != found.declared and found.gain < 1.0
 
 
 def test_what_breaks_the_gpu_is_left_out_when_the_search_goes_on(spec):
     class Broken(Measurer):
         def measure(self, site, chosen, tried):
-            if site.stage == "project" and any(launch.warps == 8 for launch in tried):
+            if site.stage == "tile_project" and any(launch.warps == 8 for launch in tried):
                 raise DeviceLost("broke the GPU's context: go on with --resume")
             return super().measure(site, chosen, tried)
 
@@ -184,7 +230,8 @@ def test_what_breaks_the_gpu_is_left_out_when_the_search_goes_on(spec):
             continue
     (outcome,) = ended
     assert "configurations left out: broke the GPU's context" in report(outcome)
-    assert all(found.best.warps != 8 for site, found in outcome.searches.items() if site.stage == "project")
+    projected = [found for site, found in outcome.searches.items() if site.stage == "tile_project"]
+    assert projected and all(found.best.warps != 8 for found in projected)
 
 
 class Launch(int):

@@ -15,6 +15,9 @@ from lorac.tune.space import Site, candidates, distance, options, settings
 
 from .conftest import SPEC
 
+SLOT_COLUMNS = 3 * 32  # of that spec
+FUSED = SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}")
+
 
 def planned(tmp_path, text: str = SPEC):
     path = tmp_path / "spec.yaml"
@@ -29,7 +32,9 @@ def planned(tmp_path, text: str = SPEC):
 def test_every_candidate_is_launched_as_it_is(tmp_path, stage, rows):
     file, declarations, plan = planned(tmp_path)
     kernel, module = declarations["triton"].kernels[stage], plan.module("qkv_proj")
-    legal = candidates(kernel, module, Site("triton", stage, "qkv_proj", 32, ANY_ADAPTERS, rows), "float32", ("sm_90",))
+    legal = candidates(
+        kernel, module, Site("triton", stage, "qkv_proj", 32, ANY_ADAPTERS, rows), SLOT_COLUMNS, "float32", ("sm_90",)
+    )
     assert len(legal) == len(set(legal)) > 10
     chosen = [legal[0], legal[len(legal) // 2], legal[-1]]
     for launch in chosen:
@@ -45,7 +50,7 @@ def test_candidates_fit_in_shared_memory_and_divide_the_inputs(tmp_path):
     _, declarations, plan = planned(tmp_path, SPEC.replace("hidden: 128", "hidden: 2560"))
     kernel, module = declarations["triton"].kernels["shrink"], plan.module("qkv_proj")
     legal = candidates(
-        kernel, module, Site("triton", "shrink", "qkv_proj", 32, ANY_ADAPTERS, 64), "float32", ("sm_86",)
+        kernel, module, Site("triton", "shrink", "qkv_proj", 32, ANY_ADAPTERS, 64), SLOT_COLUMNS, "float32", ("sm_86",)
     )
     for launch in legal:
         tile = dict(launch.tile)
@@ -59,23 +64,73 @@ def test_candidates_fit_in_shared_memory_and_divide_the_inputs(tmp_path):
 def test_ragged_blocks_are_offered_only_where_no_large_one_divides(tmp_path):
     _, declarations, plan = planned(tmp_path, SPEC.replace("intermediate: 192", "intermediate: 208"))
     shrink = declarations["triton"].kernels["shrink"]
-    assert options(shrink, plan.module("down_proj"), 64, 32)["BLOCK_K"] == (16, 32, 64, 128, 256)  # 208 is 13 x 16
-    assert options(shrink, plan.module("qkv_proj"), 64, 32)["BLOCK_K"] == (16, 32, 64, 128)
-    assert options(shrink, plan.module("qkv_proj"), 1, 32)["BLOCK_M"] == (16,)
+    assert options(shrink, plan.module("down_proj"), 64, 32, SLOT_COLUMNS)["BLOCK_K"] == (
+        16,
+        32,
+        64,
+        128,
+        256,
+    )  # 208 is 13 x 16
+    assert options(shrink, plan.module("qkv_proj"), 64, 32, SLOT_COLUMNS)["BLOCK_K"] == (16, 32, 64, 128)
+    assert options(shrink, plan.module("qkv_proj"), 1, 32, SLOT_COLUMNS)["BLOCK_M"] == (16,)
 
 
 def test_a_block_that_holds_all_rows_or_a_whole_rank_is_no_choice(tmp_path):
-    _, declarations, plan = planned(tmp_path, SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
-    found = options(declarations["fused"].kernels["project"], plan.module("qkv_proj"), 33, 32)
+    _, declarations, plan = planned(tmp_path, FUSED)
+    found = options(declarations["fused"].kernels["project"], plan.module("qkv_proj"), 33, 32, SLOT_COLUMNS)
     assert found["BLOCK_M"] == (64,)
     assert found["BLOCK_R"] == (32,)
+
+
+@pytest.mark.parametrize(("stage", "intermediate"), [("tile_project", 24), ("tile_project", 2048), ("tile_expand", 24)])
+def test_blocks_that_a_kernel_sums_wrongly_with_are_no_candidates(tmp_path, stage, intermediate):
+    text = FUSED.replace("intermediate: 192", f"intermediate: {intermediate}").replace("slots: 3", "slots: 16")
+    _, declarations, plan = planned(tmp_path, text.replace("float32", "bfloat16"))
+    kernel, module = declarations["fused"].kernels[stage], plan.module("down_proj")
+    legal = candidates(
+        kernel, module, Site("fused", stage, "down_proj", 32, ANY_ADAPTERS, 64), 512, "bfloat16", ("sm_90",)
+    )
+    blocks = {dict(launch.tile)["BLOCK_K"] for launch in legal}
+    assert blocks == ({64} if module.in_features < 64 and stage == "tile_project" else {64, 128, 256})
+
+
+def test_switches_come_as_some_tile_has_them(tmp_path):
+    _, declarations, plan = planned(tmp_path, FUSED)
+    kernel, module = declarations["fused"].kernels["tile_project"], plan.module("qkv_proj")
+    site = Site("fused", "tile_project", "qkv_proj", 32, ANY_ADAPTERS, 64)
+    names = ("WIDE", "SPARSE", "LOOP", "EARLY")
+    together = lambda sizes: tuple(sizes[name] for name in names)  # noqa: E731
+    legal = candidates(kernel, module, site, SLOT_COLUMNS, "float32", ("sm_90",))
+    assert {together(dict(launch.tile)) for launch in legal} == {
+        together(tile.sizes) for tile in kernel.tiles if not tile.library
+    }
+    assert len(legal) == len(set(legal))
+
+
+def test_a_kernel_that_sums_over_no_stated_dimension_is_searched_too(tmp_path):
+    _, declarations, plan = planned(tmp_path)
+    kernel, module = declarations["triton"].kernels["expand"], plan.module("qkv_proj")
+    kernel = kernel.model_copy(update={"dims": {of: dim for of, dim in kernel.dims.items() if of != "BLOCK_K"}})
+    site = Site("triton", "expand", "qkv_proj", 32, ANY_ADAPTERS, 64)
+    legal = candidates(kernel, module, site, SLOT_COLUMNS, "float32", ("sm_90",))
+    model = Model(kernel, module, site, SLOT_COLUMNS, [(3, 22)], "float32", Machine())
+    assert len(legal) > 10 and all(model.predict(launch) > 0 for launch in legal)
+
+
+def test_there_are_candidates_where_no_launch_is_dependent(tmp_path):
+    _, declarations, plan = planned(tmp_path, FUSED.replace("sm_90", "sm_80"))
+    kernel, module = declarations["fused"].kernels["project"], plan.module("qkv_proj")
+    site = Site("fused", "project", "qkv_proj", 32, ANY_ADAPTERS, 8)
+    for target, dependent in (("sm_80", False), ("sm_90", True)):
+        legal = candidates(kernel, module, site, SLOT_COLUMNS, "float32", (target,))
+        assert {launch.pdl for launch in legal} == {dependent}
 
 
 def test_distance_counts_steps(tmp_path):
     _, declarations, plan = planned(tmp_path)
     kernel, module = declarations["triton"].kernels["shrink"], plan.module("qkv_proj")
     legal = candidates(
-        kernel, module, Site("triton", "shrink", "qkv_proj", 32, ANY_ADAPTERS, 64), "float32", ("sm_90",)
+        kernel, module, Site("triton", "shrink", "qkv_proj", 32, ANY_ADAPTERS, 64), SLOT_COLUMNS, "float32", ("sm_90",)
     )
     here = settings(legal[0])
     assert distance(here, here) == 0
@@ -88,8 +143,8 @@ def test_the_model_prefers_enough_programs_and_deep_pipelines(tmp_path):
     _, declarations, plan = planned(tmp_path, text)
     kernel, module = declarations["triton"].kernels["shrink"], plan.module("qkv_proj")
     site = Site("triton", "shrink", "qkv_proj", 32, ANY_ADAPTERS, 16)
-    model = Model(kernel, module, site, [(3, 6)], "bfloat16", Machine())
-    legal = candidates(kernel, module, site, "bfloat16", ("sm_90",))
+    model = Model(kernel, module, site, SLOT_COLUMNS, [(3, 6)], "bfloat16", Machine())
+    legal = candidates(kernel, module, site, SLOT_COLUMNS, "bfloat16", ("sm_90",))
     of = {launch: settings(launch) for launch in legal}
     base = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "warps": 4, "pdl": 0}
     time = {(s["SPLIT_K"], s["stages"]): model.predict(of_) for of_, s in of.items() if s.items() >= base.items()}
@@ -107,7 +162,7 @@ def test_live_segments_are_those_of_an_even_batch(tmp_path):
 
 
 def test_sites_are_the_bounds_that_batches_get(tmp_path):
-    text = SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}")
+    text = FUSED.replace("sm_90", "sm_80")
     _, _, plan = planned(tmp_path, text)
     kernels = {kernel.name: kernel for kernel in plan.backends[0].kernels}
     shrink, project = kernels["shrink_qkv_proj"], kernels["project_qkv_proj"]
@@ -125,3 +180,18 @@ def test_sites_are_the_bounds_that_batches_get(tmp_path):
     assert reached(plan, kernels["project_qkv_proj"], 8) == {
         (32, ANY_ADAPTERS): Reached([(0, 32), (1, 32), (3, 32)], [3])
     }
+
+
+def test_tiles_are_searched_at_every_size_for_each_rank_and_number_of_adapters(tmp_path):
+    _, _, plan = planned(tmp_path, FUSED)
+    kernels = {kernel.name: kernel for kernel in plan.backends[0].kernels}
+    assert "project_qkv_proj" not in kernels
+    for rows in (8, 64):
+        every = [(1, 32), (3, 32)]
+        assert reached(plan, kernels["tile_project_qkv_proj"], rows) == {
+            (32, ANY_ADAPTERS): Reached([(0, 32), *every], [3])
+        }
+        assert reached(plan, kernels["tile_shrink_qkv_proj"], rows) == {
+            (32, ANY_ADAPTERS): Reached(every, [ANY_ADAPTERS])
+        }
+        assert reached(plan, kernels["tile_expand_qkv_proj"], rows) == {(32, 3): Reached(every, [3])}

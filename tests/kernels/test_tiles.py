@@ -26,12 +26,13 @@ BATCHES = {
 
 
 def spec(dtype: str, max_rank: int) -> dict:
-    """Widths that no block divides; the rows of one module's inputs start on no 16 bytes."""
+    """Widths that no block divides, one less than a span of columns; one module's inputs start on no 16 bytes."""
     linears = {
         "q_proj": {"in": 72, "out": 72, "path": "attn.q_proj"},
         "k_proj": {"in": 72, "out": 48, "path": "attn.k_proj"},
         "v_proj": {"in": 72, "out": 40, "path": "attn.v_proj"},
         "long_proj": {"in": 136, "out": 72, "path": "mlp.long_proj"},
+        "narrow_proj": {"in": 24, "out": 40, "path": "mlp.narrow_proj"},
         "odd_proj": {"in": 50, "out": 24, "path": "mlp.odd_proj"},
     }
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
@@ -41,7 +42,8 @@ def spec(dtype: str, max_rank: int) -> dict:
         "model": {"hidden": 72, "layers": 1, "vocab": 61, "tied": False, "linears": linears, "fused": fused},
         "dtype": dtype,
         "adapters": {
-            "slots": len(RANKS[max_rank]), "max_rank": max_rank, "targets": ["qkv_proj", "long_proj", "odd_proj"],
+            "slots": len(RANKS[max_rank]), "max_rank": max_rank,
+            "targets": ["qkv_proj", "long_proj", "narrow_proj", "odd_proj"],
         },
         "backends": {"fused": {}},
         "graphs": {

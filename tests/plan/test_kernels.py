@@ -31,8 +31,9 @@ def check(plan, limits: dict[str, int]):
         widest = max(part.width for part in module.slices)
         extent = {"rows": launch.rows or 1 << 30, "rank": launch.rank, "in": module.in_features, "out": widest}
         for block, dim in declared.dims.items():
-            assert is_power_of_two(tile[block]) and tile[block] >= 16
-            assert tile[block] == 16 or tile[block] < 2 * extent[dim], (kernel.name, block)
+            least, most = declared.limits.get(block, (16, 1 << 30))
+            assert is_power_of_two(tile[block]) and least <= tile[block] <= most
+            assert tile[block] == least or tile[block] < 2 * extent[dim], (kernel.name, block)
         if "BLOCK_K" in tile and declared.dims["BLOCK_K"] == "in":
             blocks = -(-module.in_features // tile["BLOCK_K"])
             assert blocks % tile["SPLIT_K"] == 0
@@ -65,6 +66,23 @@ def test_launches_fit_a_smaller_gpu(data, limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "SHARED_LIMIT", smaller)
         check(kit.plan_of(data), smaller)
+
+
+@pytest.mark.parametrize("limit", [1 << 13, 1 << 17])
+def test_no_block_leaves_the_limits_it_sums_rightly_within(monkeypatch, limit):
+    """Neither for narrow inputs and few columns of B, nor for want of shared memory."""
+    monkeypatch.setattr(kernels, "SHARED_LIMIT", dict.fromkeys(kernels.SHARED_LIMIT, limit))
+    model = {"hidden": 24, "intermediate": 2048, "heads": 8, "kv_heads": 2, "head_dim": 16, "layers": 1, "vocab": 160,
+             "tied": False}  # fmt: skip
+    adapters = {"slots": 2, "max_rank": 8, "targets": ["qkv_proj", "down_proj"]}
+    plan = kit.plan_of(kit.spec_data(model=model, adapters=adapters, backends={"fused": {}}, targets=["sm_90"]))
+    found = [
+        (kernel.stage, module.in_features, tile["BLOCK_K"])
+        for declared, module, kernel, _, tile in launches(plan)
+        if declared.limits
+    ]
+    assert {of[:2] for of in found} == {(of, size) for of in ("tile_project", "tile_expand") for size in (24, 2048)}
+    assert all(64 <= block <= 256 for _, _, block in found)
 
 
 def test_the_least_of_all_targets_counts():
