@@ -279,13 +279,14 @@ class Step:
         adapters, rank = self.tables.VARIANTS[admission.variant]
         adapters = min(adapters, len(held)) if not admission.bucket else min(adapters, admission.bucket)
         padded = admission.bucket or rows
-        self.batch = Batch(phase, grid, adapters, rank, held, metadata.maps[0], rows, padded)
+        self.batch = Batch(phase, grid, adapters, rank if adapters else 0, held, metadata.maps[0], rows, padded)
         self.logits = self.batch
         if logit_starts is not None:
             count = logit_starts[-1]
             eager = self._grid("prefill", max(1, count), requests, len(held), 0)
             maps.append((slots, logit_starts, count, eager.chunk or UNCUT))
             # lm_head runs eagerly after a prefill graph, so it pays for the adapters it has
+            rank = rank if held else 0
             self.logits = Batch(phase, eager, len(held), rank, held, metadata.maps[1], count, count)
         self._route(phase, metadata, maps)
 

@@ -41,7 +41,7 @@ class Batch(NamedTuple):
     phase: str
     grid: Grid
     adapters: int  # bound of the variant: 0 means no LoRA work at all
-    rank: int  # bound of the variant
+    rank: int  # bound of the variant; 0 where there is no LoRA work
     slots: tuple[int, ...]  # slots with rows, for backends that loop on the host
     map: RowMap
     rows: int  # live rows
