@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from lorac import reference
 from lorac.runtime.errors import ShapeError
@@ -140,3 +141,42 @@ def test_one_row_for_all(package, slots, random_of):
     row, weight = random_of(1, module.in_features), random_of(module.out_features, module.in_features)
     whole = package.linear("long_proj", 0, row.expand(40, -1).contiguous(), weight, step)
     assert torch.equal(package.linear("long_proj", 0, row.expand(40, -1), weight, step), whole)
+
+
+@pytest.mark.parametrize("package", [("float32", 24)], indirect=True, ids=str)
+def test_base_rows_alone_where_no_variant_is_without_adapters(build, random_of, slots, package):
+    limit = package.LAYOUT.max_rank
+    asked = spec(package.LAYOUT.dtype, limit) | {"name": "alone"}
+    asked["graphs"] = {"prefill": asked["graphs"]["prefill"]}  # leaves one variant, for adapters
+    alone = build(asked)
+    step = alone.Step(slots, "fused")
+    step.prepare_slots("decode", [-1] * 40, [1] * 40)
+    assert (step.batch.adapters, step.batch.rank) == (0, 0)
+    module = alone.LAYOUT.by_name["long_proj"]
+    x, weight = random_of(40, module.in_features), random_of(module.out_features, module.in_features)
+    want = x.double() @ weight.double().T
+    y = alone.linear("long_proj", 0, x, weight, step).double()
+    assert ((y - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE[alone.LAYOUT.dtype]
+
+
+@pytest.mark.parametrize("package", [("float32", 24)], indirect=True, ids=str)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_base_requests_among_segments_by_request(build, slots, package, random_of, monkeypatch, backwards):
+    """In whatever order programs run: those that write h share no element of it."""
+    asked = spec(package.LAYOUT.dtype, package.LAYOUT.max_rank) | {"name": "requests"}
+    asked["backends"] = {"fused": {"segments": {"by": "request", "cap": 8}}}
+    requests = build(asked)
+    step = requests.Step(slots, "fused")
+    held, counts = [-1, 1, -1, 2], [30, 20, 10, 9]
+    rows = [slot for slot, count in zip(held, counts, strict=True) for _ in range(count)]
+    step.prepare_slots("prefill", held, counts)
+    if backwards:
+        builder = interpreter.interpreter_builder
+        number = builder.set_grid_idx
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: number(builder.grid_dim[0] - 1 - x, y, z))
+    module = requests.LAYOUT.by_name["long_proj"]
+    x, weight = random_of(len(rows), module.in_features), random_of(module.out_features, module.in_features)
+    delta = reference.lora(x, *slots.instance("long_proj", 0), [module.out_features], rows)
+    want = x.double() @ weight.double().T + delta
+    y = requests.linear("long_proj", 0, x, weight, step).double()
+    assert ((y - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE[requests.LAYOUT.dtype]
