@@ -54,7 +54,11 @@ def run(package) -> None:
                     raise AssertionError(f"{module.name} is not finite for {case.describe()}")
     # a kernel is compiled when first launched; some have no caller, as an expand where no size is left to the library
     source = _backend(package).__loader__.get_source(_backend(package).__name__)
-    launched = [kernel for kernel in _backend(package).KERNELS if f"{kernel.name.upper()}.run(" in source]
+    launched = [
+        kernel
+        for kernel in _backend(package).KERNELS
+        if any(f"{kernel.name.upper()}.{call}(" in source for call in ("run", "bind"))
+    ]
     if idle := [kernel.name for kernel in launched if not kernel._compiled]:
         raise AssertionError(f"no case launches {', '.join(idle)}")
 

@@ -137,7 +137,8 @@ def _backend(
     mode, notes = decisions.prefill_mode(
         block, prefill.mode, declaration, rule, "experts" in kinds, spec.parallel.dp_attention
     )
-    notes += decisions.backend_notes(block, declaration, spec.targets, kinds, bool(decode.buckets))
+    columns = slots * spec.adapters.max_rank
+    notes += decisions.backend_notes(block, declaration, spec.targets, kinds, bool(decode.buckets), columns)
     ranks = kernels.kernel_ranks(resolved, spec.adapters.max_rank)
     adapters = kernels.kernel_adapters(resolved, slots)
     notes += [Decision(f"{block}: {note.subject}", note.outcome, note.reason) for note in declaration.notes]

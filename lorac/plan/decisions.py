@@ -40,9 +40,9 @@ def moe_variants(
 
 
 def backend_notes(
-    block: str, declaration: Declaration, targets: tuple[str, ...], kinds: set[str], decode: bool
+    block: str, declaration: Declaration, targets: tuple[str, ...], kinds: set[str], decode: bool, columns: int
 ) -> list[Decision]:
-    """What a backend leaves out of this spec, each with its reason."""
+    """What a backend leaves out of this spec, each with its reason. `columns`: of B, slots times max_rank."""
     notes = []
     for target in targets:
         if declaration.architectures and target not in declaration.architectures:
@@ -57,6 +57,15 @@ def backend_notes(
         notes += [
             Decision(f"{block}: {stage}", "left to the library's GEMM and to segments", reason) for stage in tiled
         ]
+    notes += [
+        Decision(
+            f"{block}: {stage}",
+            "left out",
+            f"{columns} columns of B, slots x max_rank, are more than its {kernel.max_columns}",
+        )
+        for stage, kernel in declaration.kernels.items()
+        if kernel.max_columns and columns > kernel.max_columns
+    ]
     if decode and not declaration.decode_graphs:
         notes.append(Decision(f"{block}: decode graphs", "off", "the backend's decode step cannot be captured"))
     if "experts" in kinds and not declaration.experts:

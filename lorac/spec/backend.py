@@ -44,7 +44,9 @@ class Tile(_Declared):
     stages: StrictInt = Field(2, ge=1, le=8, description="depth of software pipelining")
     pdl: StrictBool = Field(False, description="launch by programmatic dependent launch where the target has it")
     bare: StrictBool = Field(False, description="serves batches without adapters alone, summing as the others do")
-    library: StrictBool = Field(False, description="what it serves is left to the library's base GEMM and to segments")
+    library: StrictBool = Field(
+        False, description="what it serves is left to the library's base GEMM, beside which LoRA is added"
+    )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -53,7 +55,9 @@ class Tile(_Declared):
 
 
 class Scratch(_Declared):
-    """A scratch buffer, a product of: rows, slices, columns (slices x rank), active, out, slots, max_rank, blocks."""
+    """A scratch buffer: a product of rows, slices, columns (slices x rank), active, out, slots, max_rank and the tile's
+    sizes; for experts also pairs, width, shares and tables.
+    """
 
     dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")
     shape: tuple[Identifier, ...] = Field(min_length=1, description="dimensions, by name")

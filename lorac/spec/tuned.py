@@ -97,9 +97,10 @@ def _check(table: Table, name: str, declarations: dict[str, Declaration]) -> lis
 def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list[Problem]:
     """A tile has every size the kernel's declared tiles have, and no other; one left to the library has none."""
     if tile.library:
+        said = [*tile.sizes, *(["fill"] if tile.fill else [])]
         return [
             Problem(f"{key} is said of a tile left to the library", (*path, key), expected="bounds alone", at_key=True)
-            for key in tile.sizes
+            for key in said
         ]
     known = sorted({size for declared in kernel.tiles for size in declared.sizes})
     problems = [
@@ -108,6 +109,9 @@ def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list
     problems += [
         Problem(f"the tile lacks {name}", path, expected=", ".join(known)) for name in known if name not in tile.sizes
     ]
+    if tile.fill and not {"BLOCK_M", "BLOCK_N"}.issubset(known):
+        message = "fill counts programs by BLOCK_M and BLOCK_N, which tiles of this stage lack"
+        problems.append(Problem(message, (*path, "fill"), at_key=True))
     for name, size in tile.sizes.items():
         least = min(1, *(declared.sizes.get(name, 1) for declared in kernel.tiles))  # 0 where a tile may go without
         right = _power_of_two(size) if name in kernel.dims else type(size) is int and size >= least

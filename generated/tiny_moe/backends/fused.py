@@ -92,9 +92,9 @@ def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr):
 def _column(step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_K: tl.constexpr):
     """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
     if SPARSE:
+        tl.static_assert(SPAN <= BLOCK_K and BLOCK_K <= 4 * SPAN)
         rest = left & (left - 1)
-        lowest = tl.maximum(left ^ rest, 1)
-        column = tl.where(left == 0, COLUMNS, tl.log2(lowest.to(tl.float32)).to(tl.int32) * SPAN)
+        column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
     elif _steps(ACTIVE, RANK, BLOCK_K) * BLOCK_K < COLUMNS:
         R: tl.constexpr = 16
@@ -297,7 +297,9 @@ def tile_shrink_qkv_proj(
     segment = tile // TILES // blocks
     first_row = tl.load(seg_start + segment, mask=unit < 0, other=0) + tile // TILES % blocks * BLOCK_M
     end = tl.load(seg_end + segment, mask=unit < 0, other=0)
-    slot = tl.maximum(tl.load(seg_slot + segment, mask=unit < 0, other=0), 0).to(tl.int64)  # -1 where there are no rows
+    slot = tl.load(seg_slot + segment, mask=unit < 0, other=-1)
+    end = tl.where(slot < 0, 0, end)  # the rows of a base request get zeros alone
+    slot = tl.maximum(slot, 0).to(tl.int64)
 
     column = tile % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_h = column < WIDTH
@@ -1898,7 +1900,7 @@ def moe(
 ) -> torch.Tensor:  # fmt: skip
     """The mixture of experts with LoRA, [rows, 64]; `gate_up` and `down` are slot tensors."""
     rows, pairs = x.shape[0], x.shape[0] * TOP_K
-    rank = batch.rank if batch.adapters else 0
+    rank = batch.rank
     row_slot = batch.map.row_slot
     up = PAIR_ACTIVATE_EXPERTS_GATE_UP.pick(rows, rank, batch.adapters)
     tables, blocks, groups, units = topk_ids, 0, 0, pairs
