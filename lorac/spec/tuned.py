@@ -112,11 +112,15 @@ def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list
     if tile.fill and not {"BLOCK_M", "BLOCK_N"}.issubset(known):
         message = "fill counts programs by BLOCK_M and BLOCK_N, which tiles of this stage lack"
         problems.append(Problem(message, (*path, "fill"), at_key=True))
+    blocks = {*kernel.dims, *(block for pair in kernel.operands for block in pair)}
     for name, size in tile.sizes.items():
         least = min(1, *(declared.sizes.get(name, 1) for declared in kernel.tiles))  # 0 where a tile may go without
-        right = _power_of_two(size) if name in kernel.dims else type(size) is int and size >= least
+        right = _power_of_two(size) if name in blocks else type(size) is int and size >= least
         if name in known and not right:
-            expected = "a power of two" if name in kernel.dims else f"a whole number from {least}"
+            expected = "a power of two" if name in blocks else f"a whole number from {least}"
+            problems.append(Problem(f"{name} must be {expected}, not {size}", (*path, name), expected=expected))
+        elif name in kernel.limits and not kernel.limits[name][0] <= size <= kernel.limits[name][1]:
+            expected = "from {} to {}".format(*kernel.limits[name])
             problems.append(Problem(f"{name} must be {expected}, not {size}", (*path, name), expected=expected))
     return problems
 

@@ -111,6 +111,29 @@ def test_mistakes_in_a_table_are_placed(spec, table, old, new, message):
     assert str(table) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("BLOCK_K: 64", "BLOCK_K: 32", "BLOCK_K must be from 64 to 256, not 32"),
+        ("BLOCK_K: 64", "BLOCK_K: 512", "BLOCK_K must be from 64 to 256, not 512"),
+        ("BLOCK_M: 16", "BLOCK_M: 48", "BLOCK_M must be a power of two, not 48"),
+        ("WIDE: 1", "WIDE: -1", "WIDE must be a whole number from 0, not -1"),
+        ("rows: 8, SPARSE", "rows: 8, library: true, fill: 50, SPARSE", "fill is said of a tile left to the library"),
+    ],
+)
+def test_mistakes_in_a_table_of_tiles_are_placed(spec, table, old, new, message):
+    spec.write_text(spec.read_text().replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
+    tile = "rows: 8, SPARSE: 0, WIDE: 1, BLOCK_M: 16, BLOCK_N: 64, BLOCK_K: 64, LOOP: 0, EARLY: 0, warps: 4, stages: 4"
+    head = TABLE[: TABLE.index("  triton:")]
+    text = f"{head}  fused:\n    tile_project:\n      - {{{tile}}}\n"
+    table.write_text(text)
+    assert any(launch.source == "NVIDIA H200" for launch in launches(plan_spec(spec).plan, "tile_project", "qkv_proj"))
+    table.write_text(text.replace(old, new))
+    with pytest.raises(SpecError) as error:
+        plan_spec(spec)
+    assert message in str(error.value) and str(table) in str(error.value)
+
+
 def test_two_tables_of_one_target_are_refused(spec, table):
     table.write_text(TABLE)
     table.with_name("small.nvidia-h100.yaml").write_text(TABLE.replace("H200", "H100"))

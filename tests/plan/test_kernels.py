@@ -124,3 +124,26 @@ def test_only_float32_asks_for_exact_products():
     for dtype in ("float32", "float16", "bfloat16"):
         plan = kit.plan_of(kit.spec_data(dtype=dtype))
         assert {kernel.precision for kernel in plan.backends[0].kernels} == ({"ieee"} if dtype == "float32" else {""})
+
+
+def test_what_fills_too_little_of_the_gpu_is_left_to_the_library():
+    linears = {
+        "narrow_proj": {"in": 4096, "out": 1280, "path": "mlp.narrow_proj"},  # at 16 rows 20 programs, at 256 as many
+        "wide_proj": {"in": 4096, "out": 28672, "path": "mlp.wide_proj"},
+    }
+    model = {"hidden": 4096, "layers": 1, "vocab": 160, "tied": False, "linears": linears}
+    adapters = {"slots": 4, "max_rank": 16, "targets": [*linears]}
+    graphs = {"decode": {"max_rows": 256}, "prefill": {"max_tokens": 64}}
+    data = kit.spec_data(model=model, dtype="bfloat16", adapters=adapters, backends={"fused": {}}, graphs=graphs)
+    left = {}
+    for targets in ([], ["sm_90"]):
+        plan = kit.plan_of(data | {"targets": targets})
+        for kernel in plan.backends[0].kernels:
+            if kernel.stage == "tile_project":
+                left[kernel.module, bool(targets)] = [(part.least, part.most) for part in kernel.library]
+                classes = [
+                    {launch.rows for launch in kernel.launches if launch.adapters == bound} for bound in (0, 1, 4)
+                ]
+                assert classes[0] == classes[1] == classes[2], "base rows keep their bits: one tile with and without"
+    assert left["wide_proj", True] == left["wide_proj", False] == left["narrow_proj", False], "nobody said how many"
+    assert left["narrow_proj", True][0][0] == 1 and left["narrow_proj", True][-1][0] < 256
