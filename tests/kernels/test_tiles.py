@@ -22,7 +22,7 @@ BATCHES = {
     "base rows alone": ("decode", [(-1, 1)] * 100),
     "two row tiles, mixed": ("decode", [(2, 1), (-1, 1), (0, 1)] * 60),
     "adapter by adapter": ("prefill", [(2, 130), (-1, 9), (0, 50), (1, 111), (2, 3)]),
-    "programs that take several tiles": ("prefill", [(2, 530), (-1, 90), (0, 250), (1, 200), (0, 30)]),
+    "programs that take several tiles": ("prefill", [(2, 270), (-1, 45), (0, 125), (1, 100), (0, 30)]),
 }
 
 
