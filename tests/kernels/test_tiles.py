@@ -93,6 +93,8 @@ def test_every_family_against_float64(package, slots, random_of, launched, name,
     phase, requests = BATCHES[name]
     if package.LAYOUT.max_rank > 64 and name not in ("few rows, mixed", "adapter by adapter"):
         pytest.skip("beyond the rank only the steps over h differ")
+    if package.LAYOUT.dtype == "float16" and name not in ("few rows, mixed", "programs that take several tiles"):
+        pytest.skip("in the other dtype only roundings differ")
     requests = random.Random(seed).sample(requests, len(requests))
     held, counts = zip(*requests, strict=True)
     rows = [slot for slot, count in requests for _ in range(count)]
