@@ -75,8 +75,7 @@ class Workload:
             slots = [slot if at % 2 else -1 for at, slot in enumerate(slots)]
             step = self.package.Step(self.slots, backend)
             step.prepare_slots(phase, slots, counts)
-            row_slot = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
-            self._mixed[key] = step, [row for row, slot in enumerate(row_slot) if slot < 0]
+            self._mixed[key] = step, [row for row, slot in enumerate(_by_row(slots, counts)) if slot < 0]
         return self._mixed[key]
 
     @property
@@ -159,6 +158,10 @@ def requests(package: ModuleType, rows: int, adapters: int) -> tuple[str, list[i
 def row_slots(package: ModuleType, rows: int, adapters: int) -> list[int]:
     """The slot of every row of that batch."""
     _, slots, counts = requests(package, rows, adapters)
+    return _by_row(slots, counts)
+
+
+def _by_row(slots: list[int], counts: list[int]) -> list[int]:
     return [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
 
 

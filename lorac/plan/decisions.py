@@ -64,7 +64,7 @@ def backend_notes(
             f"{columns} columns of B, slots x max_rank, are more than its {kernel.max_columns}",
         )
         for stage, kernel in declaration.kernels.items()
-        if kernel.max_columns and columns > kernel.max_columns
+        if not kernel.takes(columns)
     ]
     if decode and not declaration.decode_graphs:
         notes.append(Decision(f"{block}: decode graphs", "off", "the backend's decode step cannot be captured"))

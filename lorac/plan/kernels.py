@@ -108,7 +108,7 @@ def launched(kernels: tuple[KernelPlan, ...], rows: int, adapters: bool = True) 
     Kernels that stand in for a module's others do so up to the rows they serve; one with the base does not where it
     leaves that to the library.
     """
-    left = {of.module for of in kernels if any(part.least <= rows <= part.most for part in of.library)}
+    left = {of.module for of in kernels if of.leaves(rows)}
     found = [
         of
         for of in kernels
@@ -123,7 +123,7 @@ def launched(kernels: tuple[KernelPlan, ...], rows: int, adapters: bool = True) 
 def _readable_in_tiles(kernel: Kernel, module: ModulePlan, dtype: str, columns: int, targets: tuple[str, ...]) -> bool:
     """Whether every target copies whole tiles, rows of x, W, h and B start aligned, and B has not too many columns."""
     aligned = not any(extent * ITEMSIZE[dtype] % TILE_ALIGN for extent in (module.in_features, columns))
-    return aligned and TMA_TARGETS.issuperset(targets) and columns <= (kernel.max_columns or columns)
+    return aligned and TMA_TARGETS.issuperset(targets) and kernel.takes(columns)
 
 
 def _element(argument: str, dtype: str) -> str:

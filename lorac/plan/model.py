@@ -124,6 +124,10 @@ class KernelPlan:
     scratch: tuple[ScratchPlan, ...]
     launches: tuple[Launch, ...]
 
+    def leaves(self, rows: int) -> bool:
+        """Whether the library's GEMM has the base at so many rows."""
+        return any(part.least <= rows <= part.most for part in self.library)
+
 
 @dataclass(frozen=True)
 class BackendPlan:

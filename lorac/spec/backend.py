@@ -115,6 +115,10 @@ class Kernel(_Declared):
         """Whether it reads tensors by descriptor, tile by tile."""
         return any(of.startswith("tile<") for of in self.arguments.values())
 
+    def takes(self, columns: int) -> bool:
+        """Whether it serves packages of so many columns of B."""
+        return not self.max_columns or columns <= self.max_columns
+
 
 class Note(_Declared):
     """A decision a user should know of, with its reason."""

@@ -149,7 +149,7 @@ def in_library(launch: Launch) -> bool:
 
 def declared(plan: KernelPlan, site: Site) -> Launch:
     """The configuration that the plan launches at a site."""
-    if any(part.least <= site.rows <= part.most for part in plan.library):
+    if plan.leaves(site.rows):
         return library(site)
     return _planned(plan, site, site.rank)
 
