@@ -173,7 +173,8 @@ def _kernels(plan: Plan) -> str:
                 name = ("", "", "")
             for part in library:
                 bound = f"{part.least}…{part.most}" if part.most < UNLIMITED else f"≥ {part.least}"
-                rows.append((*name, bound, "", "", "left to the library's GEMM", "", "", part.source))
+                whose = ("≤ 0", "≤ 0") if part.bare else ("any", "≥ 1")
+                rows.append((*name, bound, *whose, "left to the library's GEMM", "", "", part.source))
     heads = ("kernel", "modules", "backends", "rows", "rank", "adapters", "tile", "warps", "stages", "from")
     return "Kernels, by the batch they serve\n" + table(heads, rows) if rows else ""
 

@@ -50,7 +50,7 @@ def plan_kernels(
             served = {plan.stage: plan for plan in plans if plan.module == module.name}
             if kernel.unless in served or (kernel.beside and kernel.beside not in served):
                 continue
-            if kernel.in_library and not served[kernel.beside].library:
+            if kernel.in_library and all(part.bare for part in served[kernel.beside].library):
                 continue
             if kernel.tiled and not _readable_in_tiles(kernel, module, dtype, slots * max_rank, targets):
                 continue
@@ -80,7 +80,11 @@ def plan_kernels(
                     splits=splits,
                     stands_in=kernel.stands_in,
                     max_rows=kernel.max_rows or UNBOUNDED,
-                    library=_library(kernel, tiles, module, max_rank, targets),
+                    library=tuple(
+                        part
+                        for bare in (False, True)
+                        for part in _library(kernel, tiles, module, max_rank, targets, bare)
+                    ),
                     in_library=kernel.in_library,
                     base=kernel.base,
                     wide_b=module.out_features * slots * max_rank >= 2**31,
@@ -108,7 +112,7 @@ def launched(kernels: tuple[KernelPlan, ...], rows: int, adapters: bool = True) 
     Kernels that stand in for a module's others do so up to the rows they serve; one with the base does not where it
     leaves that to the library.
     """
-    left = {of.module for of in kernels if of.leaves(rows)}
+    left = {of.module for of in kernels if of.leaves(rows, bare=not adapters)}
     found = [
         of
         for of in kernels
@@ -159,8 +163,9 @@ def _launches(
     """One launch per class of rows, neighbours that came out equal merged. `leaders` are those of stages it follows.
 
     A kernel with the base takes one tile whatever the adapters, or one that sums alike where it is bare of them: base
-    rows come out in the same bits with and without. Where the library has the base at any size, there are launches all
-    the same if another stage stands beside this one (`beside`), for it is planned where this is.
+    rows come out in the same bits with and without, but where the library has them without. Where the library has the
+    base at any size, there are launches all the same if another stage stands beside this one (`beside`), for it is
+    planned where this is.
     """
     followed = {name: (leaders[of.partition(".")[0]], of.partition(".")[2]) for name, of in kernel.follows.items()}
     their_rows = {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
@@ -189,19 +194,19 @@ def _classes(kernel: Kernel, tiles, more: set[int]) -> list[int]:
     return [*sorted(bounded), kernel.max_rows or UNBOUNDED]
 
 
-def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int, targets) -> tuple[LibraryPlan, ...]:
+def _library(kernel: Kernel, tiles, module: ModulePlan, max_rank: int, targets, bare: bool) -> list[LibraryPlan]:
     """The rows of the classes whose tile says so, neighbours joined."""
     parts: list[LibraryPlan] = []
     least = 1
     for most in _classes(kernel, tiles, set()):
         most = most or UNLIMITED
-        tile, source = _serving(tiles, most % UNLIMITED, max_rank, ANY_ADAPTERS, module, targets)
+        tile, source = _serving(tiles, most % UNLIMITED, max_rank, ANY_ADAPTERS, module, targets, bare)
         if tile.library:
             if parts and (parts[-1].most, parts[-1].source) == (least - 1, source):
                 least = parts.pop().least
-            parts.append(LibraryPlan(least, most, source))
+            parts.append(LibraryPlan(bare, least, most, source))
         least = most + 1
-    return tuple(parts)
+    return parts
 
 
 def _serving(

@@ -83,8 +83,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class LibraryPlan:
-    """Rows, from `least` to `most`, at which the library's GEMM has the base."""
+    """Rows, from `least` to `most`, at which the library's GEMM has the base: of batches that are `bare` of adapters,
+    or of those with some.
+    """
 
+    bare: bool
     least: int
     most: int
     source: str  # as of a launch
@@ -124,9 +127,9 @@ class KernelPlan:
     scratch: tuple[ScratchPlan, ...]
     launches: tuple[Launch, ...]
 
-    def leaves(self, rows: int) -> bool:
-        """Whether the library's GEMM has the base at so many rows."""
-        return any(part.least <= rows <= part.most for part in self.library)
+    def leaves(self, rows: int, bare: bool) -> bool:
+        """Whether the library's GEMM has the base of so many rows, with adapters or `bare` of them."""
+        return any(part.bare == bare and part.least <= rows <= part.most for part in self.library)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,9 @@ class Tile(_Declared):
     warps: Literal[1, 2, 4, 8, 16] = Field(4, description="warps of a program")
     stages: StrictInt = Field(2, ge=1, le=8, description="depth of software pipelining")
     pdl: StrictBool = Field(False, description="launch by programmatic dependent launch where the target has it")
-    bare: StrictBool = Field(False, description="serves batches without adapters alone, summing as the others do")
+    bare: StrictBool = Field(
+        False, description="serves batches without adapters alone, summing as the others do or left to the library"
+    )
     library: StrictBool = Field(
         False, description="what it serves is left to the library's base GEMM, beside which LoRA is added"
     )

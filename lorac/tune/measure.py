@@ -1,7 +1,7 @@
 """Measuring candidates on the present GPU: whole calls of a module as graphs, checked against float64 first."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import ModuleType
 
@@ -80,7 +80,7 @@ class Measurer:
         for chosen in calls:
             self._install(steps[0], chosen)
             try:
-                bits, problem = self._checked(site, steps, batches[0][1])
+                bits, problem = self._checked(site, steps, batches[0][1], chosen)
                 if not problem:
                     graphs += [capture(lambda step=step: self._run(step, site.module), pool) for step in steps]
             except RuntimeError as error:
@@ -93,7 +93,7 @@ class Measurer:
         for layer in self.workload.layers[module]:
             self.workload.run(step, module, layer)
 
-    def _checked(self, site: Site, steps: list[Step], rank: int) -> tuple[int, str]:
+    def _checked(self, site: Site, steps: list[Step], rank: int, chosen: Chosen) -> tuple[int, str]:
         """(what stands for base rows' bits, what is wrong): run eagerly, the second time on poisoned scratch."""
         layer, bits = self.workload.layers[site.module][0], 0
         for step in steps:
@@ -105,10 +105,15 @@ class Measurer:
                 return 0, f"wrong: a row's relative error is {error:.1e}"
             if not step.ticket.adapters:
                 bits = _bits(y[:_BITS_ROWS])
-                changed = self._changed(site, rank, y) if site.rows > 1 else 0
+                changed = self._changed(site, rank, y) if site.rows > 1 and self._keeps_bits(chosen) else 0
                 if changed:
                     return 0, f"wrong: {changed} base rows beside adapters have other bits than without any"
         return bits, ""
+
+    def _keeps_bits(self, chosen: Chosen) -> bool:
+        """Whether base rows must have the same bits with and without adapters beside them: one GEMM sums both."""
+        pairs = (_bare_and_adapted(site, chosen) for site in chosen if self._has_base(site) and site.adapters != BARE)
+        return all(in_library(bare) == in_library(adapted) for bare, adapted in pairs)
 
     def _words(self, site: Site, error: RuntimeError) -> str:
         """The first line of an error. Raises DeviceLost where nothing can be launched any more."""
@@ -132,8 +137,10 @@ class Measurer:
         tables: dict[Kernel, list[tuple]] = {}
         for site in sorted(chosen, key=lambda site: (site.adapters != BARE, site)):  # a kernel's narrow bounds first
             tables.setdefault(self._kernel(site), []).extend(self.rows(site, chosen[site]))
-            if site.module in getattr(step.backend, "LIBRARY", {}) and self._has_base(site):
-                step.backend.LIBRARY[site.module] = ((1, UNLIMITED),) if in_library(chosen[site]) else ()
+            if site.module in getattr(step.backend, "LIBRARY", {}) and self._has_base(site) and site.adapters != BARE:
+                step.backend.LIBRARY[site.module] = tuple(
+                    ((1, UNLIMITED),) if in_library(launch) else () for launch in _bare_and_adapted(site, chosen)
+                )
         for kernel, rows in tables.items():
             for row in rows:
                 if (kernel, row) not in self._launches:
@@ -151,6 +158,10 @@ class Measurer:
             module = backend_module(package.__name__, package.BACKENDS, site.backend)
             self._kernels[site.backend] = {kernel.name: kernel for kernel in module.KERNELS}
         return self._kernels[site.backend][site.kernel]
+
+
+def _bare_and_adapted(site: Site, chosen: Chosen) -> tuple[Planned, Planned]:
+    return chosen.get(replace(site, adapters=BARE), chosen[site]), chosen[site]
 
 
 def _bits(y: torch.Tensor) -> int:

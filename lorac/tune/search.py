@@ -102,14 +102,14 @@ class Search:
     def parted(self) -> tuple[Launch, Launch]:
         """(bare, with adapters): two tiles of a kernel with the base, where those beat one for both; else it twice.
 
-        Base rows come out in the same bits with both.
+        Base rows come out in the same bits with both, unless one of the two is the library.
         """
         found = ((self.bare if self.best == self.declared else None) or self.best, self.best)
         least = CLEARLY * sum(self.times.get(self.best, ()))
         own = [launch for launch in self.times if not in_library(launch)]
         for bits in {self.bits[launch] for launch in own} if self.bare and not in_library(self.best) else ():
             alike = [launch for launch in own if self.bits[launch] == bits]
-            bare = min(alike, key=lambda launch: self.times[launch][0])
+            bare = min([*alike, *filter(in_library, self.times)], key=lambda launch: self.times[launch][0])
             adapted = min(alike, key=lambda launch: sum(self.times[launch][1:]))
             time = self.times[bare][0] + sum(self.times[adapted][1:])
             if time < least:

@@ -149,16 +149,18 @@ def in_library(launch: Launch) -> bool:
 
 def declared(plan: KernelPlan, site: Site) -> Launch:
     """The configuration that the plan launches at a site."""
-    if plan.leaves(site.rows):
+    if plan.leaves(site.rows, bare=False):
         return library(site)
     return _planned(plan, site, site.rank)
 
 
 def declared_bare(kernel: Kernel, plan: KernelPlan, site: Site) -> Launch:
     """That of a kernel with the base for batches without adapters, in blocks of the rank as with them."""
+    if plan.leaves(site.rows, bare=True):
+        return library(site)
     adapted = declared(plan, site)
     if in_library(adapted):
-        return adapted
+        return _planned(plan, site, 0)
     bare = _planned(plan, site, 0)
     of_rank = {block: size for block, size in adapted.tile if kernel.dims.get(block) == "rank"}
     return replace(bare, tile=tuple((dict(bare.tile) | of_rank).items()))

@@ -68,16 +68,12 @@ def _chosen_rows(chosen: dict[Site, Launch], capped: set[tuple[str, str]]) -> Ro
 
 
 def _bare_at_every_size(chosen: dict[Site, Launch]) -> dict[Site, Launch]:
-    """Of kernels with a tile of its own for batches without adapters at some size: one at every size of our own.
+    """Of kernels with a tile of its own for batches without adapters at some size: one at every size.
 
     A tile serves all sizes up to its own, so the smaller ones would get that of the next larger otherwise.
     """
     parted = {_kernel(site) for site in chosen if site.adapters == BARE}
-    both = {
-        replace(site, adapters=BARE): launch
-        for site, launch in chosen.items()
-        if _kernel(site) in parted and not in_library(launch)
-    }
+    both = {replace(site, adapters=BARE): launch for site, launch in chosen.items() if _kernel(site) in parted}
     return both | chosen
 
 

@@ -85,7 +85,8 @@ def test_the_library_is_chosen_where_it_is_faster_and_its_expand_is_searched_the
     assert expanded == {("qkv_proj", 256)}, "what the library's side runs is measured where that is chosen"
     assert "left to the library's GEMM" in explain(plan) and "NVIDIA H200" in explain(plan)
     kernel = next(of for of in plan.backends[0].kernels if of.name == "tile_project_qkv_proj")
-    assert [(part.least, part.source) for part in kernel.library] == [(65, "NVIDIA H200")]
+    parts = [(part.bare, part.least, part.source) for part in kernel.library]
+    assert parts == [(False, 65, "NVIDIA H200"), (True, 65, "NVIDIA H200")]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_what_cannot_be_compiled_for_every_batch_gives_way_to_the_next_best(spec
         if found.best != found.declared:
             assert found.best.stages != 6, site
     found = next(of for site, of in outcome.searches.items() if (site.stage, site.rows) == ("tile_shrink", 8))
-    assert max(launch.stages for launch in found.tried) == 6, "it was measured, and fast"
+    assert 6 in {launch.stages for launch in found.tried}, "it was measured, and fast"
     assert found.best != found.declared and found.gain < 1.0
 
 

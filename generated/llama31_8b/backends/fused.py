@@ -235,19 +235,19 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         (32, 0, 0, 4, 6, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 0, 0, 4, 4, True, 0, 0, 0, 1, 128, 64, 128, 0, 0, 1),
-        (256, 0, 0, 4, 4, True, 0, 0, 0, 0, 128, 128, 64, 0, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 64, 1, 4, 6, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 64, 1, 4, 4, True, 1, 64, 0, 1, 128, 64, 128, 0, 0, 1),
         (256, 64, 1, 4, 4, True, 1, 64, 0, 0, 128, 128, 64, 0, 0, 1),
+        (1024, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 64, 8, 4, 6, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 64, 8, 4, 4, True, 8, 64, 0, 1, 128, 64, 128, 0, 0, 1),
         (256, 64, 8, 4, 4, True, 8, 64, 0, 0, 128, 128, 64, 0, 0, 1),
+        (1024, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
@@ -351,9 +351,10 @@ TILE_SHRINK_QKV_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
-        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
+        (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
+        (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 4, 1),
+        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
     ),
 )
@@ -709,7 +710,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
+    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -872,8 +873,6 @@ TILE_PROJECT_O_PROJ = Kernel(
         (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1),
-        (256, 0, 0, 4, 6, True, 0, 0, 0, 0, 128, 64, 64, 0, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
@@ -988,9 +987,10 @@ TILE_SHRINK_O_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
-        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
+        (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
+        (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 8, 1),
+        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
     ),
 )
@@ -1320,7 +1320,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in LIBRARY["o_proj"]):
+    if any(least <= rows <= most for least, most in LIBRARY["o_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -1489,8 +1489,6 @@ TILE_PROJECT_GATE_UP_PROJ = Kernel(
         (32, 0, 0, 8, 4, True, 0, 0, 0, 1, 32, 128, 128, 0, 1, 1),
         (64, 0, 0, 4, 4, True, 0, 0, 0, 0, 64, 128, 64, 0, 1, 1),
         (128, 0, 0, 4, 3, True, 0, 0, 0, 0, 128, 128, 64, 0, 0, 1),
-        (256, 0, 0, 8, 4, True, 0, 0, 0, 0, 128, 256, 64, 1, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 128, 128, 0, 1, 1),
         (32, 64, 1, 8, 4, True, 1, 64, 0, 1, 32, 128, 128, 0, 1, 1),
         (64, 64, 1, 4, 4, True, 1, 64, 0, 0, 64, 128, 64, 0, 1, 1),
@@ -1605,9 +1603,11 @@ TILE_SHRINK_GATE_UP_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
-        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
+        (16, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
+        (64, 64, -1, 4, 8, True, 16, 64, 64, 128, 2, 1),
+        (128, 64, -1, 4, 4, True, 16, 64, 128, 128, 4, 1),
+        (256, 64, -1, 4, 3, True, 32, 64, 128, 128, 4, 1),
+        (1024, 64, -1, 8, 4, True, 64, 64, 128, 64, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
     ),
 )
@@ -1949,7 +1949,7 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, s
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in LIBRARY["gate_up_proj"]):
+    if any(least <= rows <= most for least, most in LIBRARY["gate_up_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -2112,8 +2112,6 @@ TILE_PROJECT_DOWN_PROJ = Kernel(
         (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1),
-        (256, 0, 0, 4, 6, True, 0, 0, 0, 0, 128, 64, 64, 0, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
@@ -2228,8 +2226,9 @@ TILE_SHRINK_DOWN_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (128, 64, -1, 4, 4, True, 16, 64, 64, 128, 4, 1),
-        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 8, 1),
+        (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
+        (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 4, 1),
+        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
         (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
     ),
@@ -2560,7 +2559,7 @@ def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scra
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in LIBRARY["down_proj"]):
+    if any(least <= rows <= most for least, most in LIBRARY["down_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -2609,12 +2608,25 @@ def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scra
     return launch_both
 
 
-# rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again
+# rows, (least, most), at which cuBLAS has the base: without adapters, and with some, where it is faster by more than
+# it costs to read y again
 LIBRARY = {
-    "qkv_proj": ((257, 1024),),
-    "o_proj": ((257, 512),),
-    "gate_up_proj": ((257, 512),),
-    "down_proj": ((257, 512),),
+    "qkv_proj": (
+        ((129, 2147483648),),
+        ((257, 512),),
+    ),
+    "o_proj": (
+        ((129, 2147483648),),
+        ((257, 512),),
+    ),
+    "gate_up_proj": (
+        ((129, 2147483648),),
+        ((257, 512),),
+    ),
+    "down_proj": (
+        ((129, 2147483648),),
+        ((257, 512),),
+    ),
 }
 LINEAR = {
     "qkv_proj": linear_qkv_proj,

@@ -244,16 +244,17 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         (32, 0, 0, 4, 6, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 0, 0, 4, 4, True, 0, 0, 0, 1, 128, 64, 128, 0, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 16, 1, 4, 4, True, 1, 16, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 16, 1, 4, 6, True, 1, 16, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 16, 1, 4, 4, True, 1, 16, 0, 1, 128, 64, 128, 0, 0, 1),
+        (1024, 16, 1, 8, 4, True, 1, 16, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 16, 1, 8, 3, True, 1, 16, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 16, 8, 4, 4, True, 8, 16, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 16, 8, 4, 6, True, 8, 16, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 16, 8, 4, 4, True, 8, 16, 0, 1, 128, 64, 128, 0, 0, 1),
+        (1024, 16, 8, 8, 4, True, 8, 16, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 16, 8, 8, 3, True, 8, 16, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
@@ -357,9 +358,10 @@ TILE_SHRINK_QKV_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
+        (16, 16, -1, 4, 5, True, 16, 16, 64, 256, 4, 1),
         (128, 16, -1, 4, 4, True, 16, 16, 64, 128, 4, 1),
-        (256, 16, -1, 4, 4, True, 32, 16, 64, 128, 8, 1),
-        (1024, 16, -1, 4, 4, True, 64, 16, 64, 128, 8, 1),
+        (256, 16, -1, 4, 6, True, 32, 16, 64, 128, 4, 1),
+        (1024, 16, -1, 4, 4, True, 64, 16, 64, 64, 8, 1),
         (0, 16, -1, 4, 3, True, 64, 16, 64, 64, 4, 1),
     ),
 )
@@ -715,7 +717,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
+    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -878,16 +880,17 @@ TILE_PROJECT_O_PROJ = Kernel(
         (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1),
-        (0, 0, 0, 8, 3, True, 0, 0, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 16, 1, 4, 4, True, 1, 16, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 16, 1, 4, 8, True, 1, 16, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 0, 1),
+        (1024, 16, 1, 8, 4, True, 1, 16, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 16, 1, 8, 3, True, 1, 16, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 16, 8, 4, 4, True, 8, 16, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 16, 8, 4, 8, True, 8, 16, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 0, 1),
+        (1024, 16, 8, 8, 4, True, 8, 16, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 16, 8, 8, 3, True, 8, 16, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
@@ -991,9 +994,10 @@ TILE_SHRINK_O_PROJ = Kernel(
     ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
+        (16, 16, -1, 4, 5, True, 16, 16, 16, 256, 4, 1),
         (128, 16, -1, 4, 4, True, 16, 16, 16, 128, 4, 1),
         (256, 16, -1, 4, 4, True, 32, 16, 16, 128, 8, 1),
-        (1024, 16, -1, 4, 4, True, 64, 16, 16, 128, 8, 1),
+        (1024, 16, -1, 4, 4, True, 64, 16, 16, 64, 8, 1),
         (0, 16, -1, 4, 3, True, 64, 16, 16, 64, 4, 1),
     ),
 )
@@ -1323,7 +1327,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in LIBRARY["o_proj"]):
+    if any(least <= rows <= most for least, most in LIBRARY["o_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -2700,10 +2704,17 @@ EXPERT_ADD = {
     "experts_down": add_experts_down,
 }
 
-# rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again
+# rows, (least, most), at which cuBLAS has the base: without adapters, and with some, where it is faster by more than
+# it costs to read y again
 LIBRARY = {
-    "qkv_proj": ((129, 1024),),
-    "o_proj": ((129, 1024),),
+    "qkv_proj": (
+        ((129, 2147483648),),
+        ((129, 512),),
+    ),
+    "o_proj": (
+        ((129, 2147483648),),
+        ((129, 512),),
+    ),
 }
 LINEAR = {
     "qkv_proj": linear_qkv_proj,

@@ -243,8 +243,6 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         (32, 0, 0, 4, 4, True, 0, 0, 0, 1, 32, 64, 64, 0, 1, 1),
         (64, 0, 0, 4, 3, True, 0, 0, 0, 1, 64, 64, 64, 0, 1, 1),
         (128, 0, 0, 4, 3, True, 0, 0, 0, 1, 64, 64, 64, 0, 0, 1),
-        (256, 0, 0, 4, 2, True, 0, 0, 0, 0, 128, 64, 64, 0, 0, 1),
-        (0, 0, 0, 8, 2, True, 0, 0, 1, 0, 128, 64, 64, 1, 1, 1),
         (16, 8, 1, 4, 4, True, 1, 8, 0, 1, 16, 64, 64, 0, 1, 1),
         (32, 8, 1, 4, 4, True, 1, 8, 0, 1, 32, 64, 64, 0, 1, 1),
         (64, 8, 1, 4, 3, True, 1, 8, 0, 1, 64, 64, 64, 0, 1, 1),
@@ -700,7 +698,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
             blocks=blocks,
             rows=rows,
         )
-    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"]):
+    if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
         expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
@@ -2113,9 +2111,13 @@ EXPERT_ADD = {
     "experts_down": add_experts_down,
 }
 
-# rows, (least, most), at which cuBLAS has the base: it is faster by more than it costs to read y again
+# rows, (least, most), at which cuBLAS has the base: without adapters, and with some, where it is faster by more than
+# it costs to read y again
 LIBRARY = {
-    "qkv_proj": ((257, 512),),
+    "qkv_proj": (
+        ((129, 2147483648),),
+        ((257, 512),),
+    ),
 }
 LINEAR = {
     "qkv_proj": linear_qkv_proj,
