@@ -90,7 +90,7 @@ class Kernel:
 
         Raises PackageError where the function's parameters are not the arguments and constants, in that order.
         """
-        self.function, self.arguments = function, arguments
+        self.function, self.arguments, self.constants = function, arguments, constants
         self.name = function.fn.__name__
         self.sealed = False
         if list(function.arg_names) != [*arguments, *constants]:

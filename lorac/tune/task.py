@@ -42,7 +42,8 @@ class Task:
         self._reached: dict[Site, Reached] = {}
         forced: Tuned = {}
         rendered: dict[str, set[str]] = {}
-        for site, kernel, kernel_plan in self._sites(plan, backends, rows or _sizes(plan)):
+        kernels = self._searched(plan, make_plan(self.spec, file.shapes, self.declarations, self._may_be_left()))
+        for site, kernel, kernel_plan in self._sites(plan, kernels, backends, rows or _sizes(plan)):
             search = self._search(site, kernel, kernel_plan, plan, gpu)
             self.searches[site] = search
             stages = forced.setdefault(site.backend, {})
@@ -124,11 +125,29 @@ class Task:
             replace(site, adapters=BARE): bare for site, (bare, adapted) in pairs.items() if bare != adapted
         }
 
-    def _sites(self, plan: Plan, backends, rows) -> Iterator[tuple[Site, Kernel, KernelPlan]]:
+    def _may_be_left(self) -> Tuned:
+        """Tiles that have the plan hold what is launched by the library's side, where none that is declared does."""
+        tile = Tile(rows=1, library=True), ""
+        return {
+            name: {stage: (tile,) for stage in declaration.kernels if declaration.may_leave(stage)}
+            for name, declaration in self.declarations.items()
+        }
+
+    @staticmethod
+    def _searched(plan: Plan, able: Plan) -> dict[str, tuple[KernelPlan, ...]]:
+        """By backend, the kernels of `able`, each as it is in `plan` if it is there."""
+        found = {}
+        for backend, wider in zip(plan.backends, able.backends, strict=True):
+            own = {kernel.name: kernel for kernel in backend.kernels}
+            found[backend.name] = tuple(own.get(kernel.name, kernel) for kernel in wider.kernels)
+        return found
+
+    def _sites(self, plan: Plan, kernels, backends, rows) -> Iterator[tuple[Site, Kernel, KernelPlan]]:
         """In the order they are visited first: a search cut short has seen every module and size."""
         for size in rows:
             for backend in plan.backends:
-                for kernel in _launchable(backend.kernels, size) if not backends or backend.name in backends else ():
+                searched = _launchable(kernels[backend.name], size)
+                for kernel in searched if not backends or backend.name in backends else ():
                     declaration = self.declarations[backend.name].kernels[kernel.stage]
                     if plan.module(kernel.module).kind in KINDS:
                         for (rank, adapters), found in reached(plan, kernel, size).items():

@@ -79,7 +79,8 @@ def test_the_library_and_a_tile_are_two_choices_of_one_site(task, measurer, ran)
     of = site("tile_project")
     chosen = best(task, of)
     own = next(launch for launch in task.searches[of].next(3) if not in_library(launch))
-    by_library, by_tile = measurer.measure(of, chosen | {of: own}, [library(of), own])
+    after = replace(own, warps=12 - own.warps)  # not seen before, while the kernel has no configuration at all
+    by_library, by_tile = measurer.measure(of, chosen | {of: own}, [library(of), after])
     assert by_library.problem == by_tile.problem == ""
     assert by_tile.us == (10.0, 10.0, 10.0), "none, one and three adapters"
     assert by_tile.bits == by_tile.best_bits
@@ -115,6 +116,9 @@ def test_base_rows_must_keep_their_bits(task, measurer, stage, rows, blocks):
     assert measurer.compare(declared, declared) and measurer.compare(declared, declared | {of: long})
     mixed = declared | {replace(of, adapters=BARE): long}
     assert measurer.compare(declared, mixed) == {}, "base rows would change with their neighbours"
+    if stage == "tile_project":
+        alone = declared | {replace(of, adapters=BARE): library(of)}
+        assert measurer.compare(declared, alone), "but the library may have them where they are alone"
 
 
 def test_a_call_as_chosen_is_compared_over_all_its_batches(task, measurer):

@@ -26,8 +26,11 @@ BATCHES = {
 }
 
 
-def spec(dtype: str, max_rank: int) -> dict:
-    """Widths that no block divides, one less than a span of columns; one module's inputs start on no 16 bytes."""
+def spec(dtype: str, max_rank: int, library: bool = False) -> dict:
+    """Widths that no block divides, one less than a span of columns; one module's inputs start on no 16 bytes.
+
+    For a GPU whose multiprocessors are counted, widths so small are the library's.
+    """
     linears = {
         "q_proj": {"in": 72, "out": 72, "path": "attn.q_proj"},
         "k_proj": {"in": 72, "out": 48, "path": "attn.k_proj"},
@@ -39,7 +42,7 @@ def spec(dtype: str, max_rank: int) -> dict:
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     return {
         "lorac": 1,
-        "name": "tiles",
+        "name": "in_library" if library else "tiles",
         "model": {"hidden": 72, "layers": 1, "vocab": 61, "tied": False, "linears": linears, "fused": fused},
         "dtype": dtype,
         "adapters": {
@@ -52,10 +55,13 @@ def spec(dtype: str, max_rank: int) -> dict:
                 "nolora": {"adapters": 0}, "one": {"adapters": 1, "rank": 8}, "lora": {}}},
             "prefill": {"max_tokens": 1200, "max_requests": 8, "buckets": [320, 1200]},
         },
+        "targets": ["sm_90"] if library else [],
     }  # fmt: skip
 
 
-@pytest.fixture(params=[("float32", 24), ("float16", 24), ("float32", 96)], ids=str)
+@pytest.fixture(
+    params=[("float32", 24, False), ("float16", 24, False), ("float32", 96, False), ("float32", 96, True)], ids=str
+)
 def package(build, request):
     return build(spec(*request.param))
 
@@ -111,7 +117,7 @@ def test_every_family_against_float64(package, slots, random_of, launched, name,
         launched.clear()
         y = package.linear(module.name, 0, x, weight, served)
         tiled = module.name != "odd_proj"
-        library = tiled and name == "adapter by adapter"  # at as many rows it has the base
+        library = tiled and package.LAYOUT.name == "in_library"
         assert (f"tile_project_{module.name}" in launched) == (tiled and not library)
         assert (f"tile_expand_{module.name}" in launched) == library
         plain = package.linear(module.name, 0, x, weight, bare)
@@ -122,9 +128,10 @@ def test_every_family_against_float64(package, slots, random_of, launched, name,
         assert error.max() < TOLERANCE[package.LAYOUT.dtype], (
             f"{module.name}: {error.max():.1e} at row {error.argmax()}"
         )
-        if tiled and len(rows) > 128 and not library:
+        by_library = library or tiled and len(rows) > 128
+        if by_library:
             assert torch.equal(plain, torch.nn.functional.linear(x, weight)), f"{module.name}: the library has those"
-        else:
+        if library or not by_library:
             assert torch.equal(y[base], plain[base]), f"{module.name}: base rows beside adapters changed their bits"
         assert all(not torch.equal(y[row], plain[row]) for row, slot in enumerate(rows) if slot >= 0)
         assert torch.equal(y, package.linear(module.name, 0, x, weight, served)), f"{module.name}: other bits again"

@@ -354,82 +354,9 @@ TILE_SHRINK_QKV_PROJ = Kernel(
         (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 4, 1),
         (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
         (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
-    ),
-)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def tile_expand_qkv_proj(
-    h, b, active, spans, row_slot, y, rows,
-    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for qkv_proj.
-
-    One program: one tile, with the last steps of `tile_project_qkv_proj`. Base rows of y are not written.
-    """
-    N: tl.constexpr = 6144
-    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
-    TILES: tl.constexpr = (
-        (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
-    )
-    tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-    # k_proj
-    FIRST_1: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
-    if tile >= FIRST_1:
-        part = 1
-        tile_in_slice = tile - FIRST_1
-        start = 4096
-    # v_proj
-    FIRST_2: tl.constexpr = FIRST_1 + (1024 + BLOCK_N - 1) // BLOCK_N
-    if tile >= FIRST_2:
-        part = 2
-        tile_in_slice = tile - FIRST_2
-        start = 5120
-
-    first_row = tile_m * BLOCK_M
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = first_row + tl.arange(0, BLOCK_M)
-    own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
-    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
-    acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    for step in range(steps):
-        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
-        h_tile = h.load([part * rows + first_row, column])
-        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
-
-
-TILE_EXPAND_QKV_PROJ = Kernel(
-    tile_expand_qkv_proj,
-    {
-        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
-        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
-        "active": "*i32",
-        "spans": "*i32",
-        "row_slot": "*i32",
-        "y": "*bf16",
-        "rows": "i32",
-    },
-    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, 1, 4, 2, True, 1, 64, 0, 128, 64, 64, 1),
-        (0, 64, 1, 8, 2, True, 1, 64, 1, 128, 128, 64, 1),
-        (256, 64, 8, 4, 2, True, 8, 64, 0, 128, 64, 64, 1),
-        (0, 64, 8, 8, 2, True, 8, 64, 1, 128, 128, 64, 1),
     ),
 )
 
@@ -713,27 +640,6 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
     if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
-        expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(4096, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N) + cdiv(1024, expand.BLOCK_N)
-        last = TILE_EXPAND_QKV_PROJ.bind(
-            expand,
-            (tiles * cdiv(rows, expand.BLOCK_M),),
-            h=h,
-            b=b,
-            active=index.active,
-            spans=index.spans,
-            row_slot=index.row_slot,
-            y=y,
-            rows=rows,
-        )
-
-        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            first(x)
-            y = torch.nn.functional.linear(x, weight)
-            last(y)
-            return y
-
-        return around_library
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
@@ -878,12 +784,14 @@ TILE_PROJECT_O_PROJ = Kernel(
         (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1),
         (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1),
         (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
@@ -990,68 +898,9 @@ TILE_SHRINK_O_PROJ = Kernel(
         (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 8, 1),
         (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
         (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
-    ),
-)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def tile_expand_o_proj(
-    h, b, active, spans, row_slot, y, rows,
-    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for o_proj.
-
-    One program: one tile, with the last steps of `tile_project_o_proj`. Base rows of y are not written.
-    """
-    N: tl.constexpr = 4096
-    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
-    TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
-    tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-
-    first_row = tile_m * BLOCK_M
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = first_row + tl.arange(0, BLOCK_M)
-    own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
-    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
-    acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    for step in range(steps):
-        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
-        h_tile = h.load([part * rows + first_row, column])
-        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
-
-
-TILE_EXPAND_O_PROJ = Kernel(
-    tile_expand_o_proj,
-    {
-        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
-        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
-        "active": "*i32",
-        "spans": "*i32",
-        "row_slot": "*i32",
-        "y": "*bf16",
-        "rows": "i32",
-    },
-    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, 1, 4, 2, True, 1, 64, 0, 128, 64, 64, 1),
-        (0, 64, 1, 8, 2, True, 1, 64, 1, 128, 128, 64, 1),
-        (256, 64, 8, 4, 2, True, 8, 64, 0, 128, 64, 64, 1),
-        (0, 64, 8, 8, 2, True, 8, 64, 1, 128, 128, 64, 1),
     ),
 )
 
@@ -1323,27 +1172,6 @@ def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch
     if any(least <= rows <= most for least, most in LIBRARY["o_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
-        expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(4096, expand.BLOCK_N)
-        last = TILE_EXPAND_O_PROJ.bind(
-            expand,
-            (tiles * cdiv(rows, expand.BLOCK_M),),
-            h=h,
-            b=b,
-            active=index.active,
-            spans=index.spans,
-            row_slot=index.row_slot,
-            y=y,
-            rows=rows,
-        )
-
-        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            first(x)
-            y = torch.nn.functional.linear(x, weight)
-            last(y)
-            return y
-
-        return around_library
     launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
@@ -1494,12 +1322,14 @@ TILE_PROJECT_GATE_UP_PROJ = Kernel(
         (64, 64, 1, 4, 4, True, 1, 64, 0, 0, 64, 128, 64, 0, 1, 1),
         (128, 64, 1, 4, 3, True, 1, 64, 0, 0, 128, 128, 64, 0, 0, 1),
         (256, 64, 1, 8, 4, True, 1, 64, 0, 0, 128, 256, 64, 1, 0, 1),
+        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 128, 128, 0, 1, 1),
         (32, 64, 8, 8, 4, True, 8, 64, 0, 1, 32, 128, 128, 0, 1, 1),
         (64, 64, 8, 4, 4, True, 8, 64, 0, 0, 64, 128, 64, 0, 1, 1),
         (128, 64, 8, 4, 3, True, 8, 64, 0, 0, 128, 128, 64, 0, 0, 1),
         (256, 64, 8, 8, 4, True, 8, 64, 0, 0, 128, 256, 64, 1, 0, 1),
+        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
@@ -1607,74 +1437,9 @@ TILE_SHRINK_GATE_UP_PROJ = Kernel(
         (64, 64, -1, 4, 8, True, 16, 64, 64, 128, 2, 1),
         (128, 64, -1, 4, 4, True, 16, 64, 128, 128, 4, 1),
         (256, 64, -1, 4, 3, True, 32, 64, 128, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
         (1024, 64, -1, 8, 4, True, 64, 64, 128, 64, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
-    ),
-)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def tile_expand_gate_up_proj(
-    h, b, active, spans, row_slot, y, rows,
-    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for gate_up_proj.
-
-    One program: one tile, with the last steps of `tile_project_gate_up_proj`. Base rows of y are not written.
-    """
-    N: tl.constexpr = 28672
-    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
-    TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
-    tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-    # up_proj
-    FIRST_1: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N
-    if tile >= FIRST_1:
-        part = 1
-        tile_in_slice = tile - FIRST_1
-        start = 14336
-
-    first_row = tile_m * BLOCK_M
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = first_row + tl.arange(0, BLOCK_M)
-    own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
-    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
-    acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    for step in range(steps):
-        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
-        h_tile = h.load([part * rows + first_row, column])
-        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
-
-
-TILE_EXPAND_GATE_UP_PROJ = Kernel(
-    tile_expand_gate_up_proj,
-    {
-        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
-        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
-        "active": "*i32",
-        "spans": "*i32",
-        "row_slot": "*i32",
-        "y": "*bf16",
-        "rows": "i32",
-    },
-    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, 1, 4, 2, True, 1, 64, 0, 128, 64, 64, 1),
-        (0, 64, 1, 8, 2, True, 1, 64, 1, 128, 128, 64, 1),
-        (256, 64, 8, 4, 2, True, 8, 64, 0, 128, 64, 64, 1),
-        (0, 64, 8, 8, 2, True, 8, 64, 1, 128, 128, 64, 1),
     ),
 )
 
@@ -1952,27 +1717,6 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, s
     if any(least <= rows <= most for least, most in LIBRARY["gate_up_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
-        expand = TILE_EXPAND_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(14336, expand.BLOCK_N) + cdiv(14336, expand.BLOCK_N)
-        last = TILE_EXPAND_GATE_UP_PROJ.bind(
-            expand,
-            (tiles * cdiv(rows, expand.BLOCK_M),),
-            h=h,
-            b=b,
-            active=index.active,
-            spans=index.spans,
-            row_slot=index.row_slot,
-            y=y,
-            rows=rows,
-        )
-
-        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            first(x)
-            y = torch.nn.functional.linear(x, weight)
-            last(y)
-            return y
-
-        return around_library
     launch = TILE_PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
     tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
@@ -2117,12 +1861,14 @@ TILE_PROJECT_DOWN_PROJ = Kernel(
         (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1),
         (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1),
         (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
 )
@@ -2229,68 +1975,9 @@ TILE_SHRINK_DOWN_PROJ = Kernel(
         (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 4, 1),
         (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
         (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
-    ),
-)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def tile_expand_down_proj(
-    h, b, active, spans, row_slot, y, rows,
-    ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[row, n] += sum_c h[row, c] * B[n, c] where the library had the base, for down_proj.
-
-    One program: one tile, with the last steps of `tile_project_down_proj`. Base rows of y are not written.
-    """
-    N: tl.constexpr = 4096
-    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
-    TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
-    tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
-    part = 0
-    tile_in_slice = tile
-    start = 0
-
-    first_row = tile_m * BLOCK_M
-    within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    row = first_row + tl.arange(0, BLOCK_M)
-    own = tl.load(row_slot + row, mask=row < rows, other=-1)
-    y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-    adapted = (own >= 0)[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
-    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
-    acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
-    for step in range(steps):
-        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
-        h_tile = h.load([part * rows + first_row, column])
-        acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
-
-
-TILE_EXPAND_DOWN_PROJ = Kernel(
-    tile_expand_down_proj,
-    {
-        "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
-        "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
-        "active": "*i32",
-        "spans": "*i32",
-        "row_slot": "*i32",
-        "y": "*bf16",
-        "rows": "i32",
-    },
-    ("ACTIVE", "RANK", "SPARSE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL"),
-    (
-        # rows, rank, adapters, warps, stages, pdl, then the constants
-        (256, 64, 1, 4, 2, True, 1, 64, 0, 128, 64, 64, 1),
-        (0, 64, 1, 8, 2, True, 1, 64, 1, 128, 128, 64, 1),
-        (256, 64, 8, 4, 2, True, 8, 64, 0, 128, 64, 64, 1),
-        (0, 64, 8, 8, 2, True, 8, 64, 1, 128, 128, 64, 1),
     ),
 )
 
@@ -2562,27 +2249,6 @@ def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scra
     if any(least <= rows <= most for least, most in LIBRARY["down_proj"][batch.adapters > 0]):
         if not batch.adapters:
             return torch.nn.functional.linear
-        expand = TILE_EXPAND_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
-        tiles = cdiv(4096, expand.BLOCK_N)
-        last = TILE_EXPAND_DOWN_PROJ.bind(
-            expand,
-            (tiles * cdiv(rows, expand.BLOCK_M),),
-            h=h,
-            b=b,
-            active=index.active,
-            spans=index.spans,
-            row_slot=index.row_slot,
-            y=y,
-            rows=rows,
-        )
-
-        def around_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            first(x)
-            y = torch.nn.functional.linear(x, weight)
-            last(y)
-            return y
-
-        return around_library
     launch = TILE_PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
@@ -2613,19 +2279,19 @@ def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scra
 LIBRARY = {
     "qkv_proj": (
         ((129, 2147483648),),
-        ((257, 512),),
+        (),
     ),
     "o_proj": (
         ((129, 2147483648),),
-        ((257, 512),),
+        (),
     ),
     "gate_up_proj": (
         ((129, 2147483648),),
-        ((257, 512),),
+        (),
     ),
     "down_proj": (
         ((129, 2147483648),),
-        ((257, 512),),
+        (),
     ),
 }
 LINEAR = {
@@ -2643,22 +2309,18 @@ ADD = {
 KERNELS = (
     TILE_PROJECT_QKV_PROJ,
     TILE_SHRINK_QKV_PROJ,
-    TILE_EXPAND_QKV_PROJ,
     SEGMENT_SHRINK_QKV_PROJ,
     SEGMENT_EXPAND_QKV_PROJ,
     TILE_PROJECT_O_PROJ,
     TILE_SHRINK_O_PROJ,
-    TILE_EXPAND_O_PROJ,
     SEGMENT_SHRINK_O_PROJ,
     SEGMENT_EXPAND_O_PROJ,
     TILE_PROJECT_GATE_UP_PROJ,
     TILE_SHRINK_GATE_UP_PROJ,
-    TILE_EXPAND_GATE_UP_PROJ,
     SEGMENT_SHRINK_GATE_UP_PROJ,
     SEGMENT_EXPAND_GATE_UP_PROJ,
     TILE_PROJECT_DOWN_PROJ,
     TILE_SHRINK_DOWN_PROJ,
-    TILE_EXPAND_DOWN_PROJ,
     SEGMENT_SHRINK_DOWN_PROJ,
     SEGMENT_EXPAND_DOWN_PROJ,
 )

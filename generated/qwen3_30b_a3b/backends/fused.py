@@ -111,7 +111,7 @@ def _column(step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE
 @triton.jit
 def _not_before(value):
     """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=2)
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=32 // value.dtype.primitive_bitwidth)
 
 
 # qkv_proj: 2048 -> q_proj 4096 | k_proj 512 | v_proj 512
@@ -1474,37 +1474,20 @@ def _choices_b(
 
 
 @triton.jit
-def _rows_of_a(
-    a, slot, rank, expert, part, EXPERTS: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+def _some_a(
+    a, slot, own_rank, expert, k, k_live, EXPERTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Where A's rows of some slots begin, one slot below the other [slots * BLOCK_R], and which of them are wanted."""
+    """Columns k of A of some slots one below the other, [slots * BLOCK_R, k], zero past each adapter's rank."""
     TOGETHER: tl.constexpr = slot.shape[0]
     r = tl.arange(0, TOGETHER * BLOCK_R) % BLOCK_R
     of = tl.reshape(tl.broadcast_to(slot[:, None], [TOGETHER, BLOCK_R]), [TOGETHER * BLOCK_R])
-    wanted = (of >= 0) & (r < tl.load(rank + of * SLICES + part, mask=of >= 0, other=0))
-    at = a + (tl.maximum(of, 0).to(tl.int64) * EXPERTS + expert) * (SLICES * R * K) + (part * R + r) * K
-    return at, wanted
-
-
-@triton.jit
-def _some_a(
-    a, slot, rank, expert, k, k_live, EXPERTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr
-):
-    """Columns k of A of some slots one below the other, [slots * BLOCK_R, k], zero past each adapter's rank."""
-    at, wanted = _rows_of_a(a, slot, rank, expert, 0, EXPERTS, 1, K, R, BLOCK_R)
+    wanted = r < tl.reshape(tl.broadcast_to(own_rank[:, None], [TOGETHER, BLOCK_R]), [TOGETHER * BLOCK_R])
+    at = a + (tl.maximum(of, 0).to(tl.int64) * EXPERTS + expert) * (R * K) + r * K
     mask = wanted[:, None]
     if k_live is not None:
         mask = mask & k_live[None, :]
     return tl.load(at[:, None] + k[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _own_h(h, place, scale, TOGETHER: tl.constexpr, BLOCK_R: tl.constexpr):
-    """h [TOGETHER * BLOCK_R, rows] times each row's scale where it is of the row's own slot, zero elsewhere."""
-    column = tl.arange(0, TOGETHER * BLOCK_R)
-    own = place[None, :] == (column // BLOCK_R)[:, None]
-    return tl.where(own, h * scale[None, :], 0.0)
 
 
 @triton.jit
@@ -1520,15 +1503,25 @@ def _beside(h, place, first, b_tile, TOGETHER: tl.constexpr, BLOCK_R: tl.constex
 
 
 @triton.jit
-def _sum_h(h, pair, live, part, pairs, SHARES: tl.constexpr, SLICES: tl.constexpr, BLOCK_R: tl.constexpr):
-    """h [pairs of a block, BLOCK_R] of slice `part`, its shares added in their order."""
+def _rows_of_h(h, pair, live, part, SLICES: tl.constexpr, BLOCK_R: tl.constexpr):
+    """h [pairs of a block, BLOCK_R] of slice `part`."""
     r = tl.arange(0, BLOCK_R)
     at = h + pair.to(tl.int64)[:, None] * (SLICES * BLOCK_R) + part * BLOCK_R + r[None, :]
-    total = tl.load(at, mask=live[:, None], other=0.0, cache_modifier=".cg")
-    for share in tl.static_range(1, SHARES):
-        plane = pairs.to(tl.int64) * (share * SLICES * BLOCK_R)
-        total += tl.load(at + plane, mask=live[:, None], other=0.0, cache_modifier=".cg")
-    return total
+    return tl.load(at, mask=live[:, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _shares_of_h(h, pair, live, pairs, SHARES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Every share of h [BLOCKS, pairs of a block, BLOCK_R], to be added once they are there; zero past SHARES."""
+    share = tl.arange(0, BLOCKS)[:, None, None]
+    at = h + (share * pairs.to(tl.int64) + pair[None, :, None]) * BLOCK_R + tl.arange(0, BLOCK_R)[None, None, :]
+    return tl.load(at, mask=live[None, :, None] & (share < SHARES), other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _product(matrix, vector):
+    """The product of a matrix and one vector in fp32, on no tensor core: for a single row it saves the way there."""
+    return tl.sum(matrix.to(tl.float32) * vector[None, :], 1)
 
 
 @triton.jit
@@ -1572,6 +1565,21 @@ def pair_activate_experts_gate_up(
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
     LATE: tl.constexpr = RANK > 0 and SELF == 0  # h has its own launch
+    SHRINKS_DOWN: tl.constexpr = RANK > 0 and AHEAD > 0 and TILES <= SHARES_LIMIT
+    if RANK > 0:
+        # what is known before the launch before has ended
+        number = tl.arange(0, SLOTS)
+        ranks_gate = tl.load(rank + number * 2, mask=number < 8, other=0)
+        ranks_up = tl.load(rank + number * 2 + 1, mask=number < 8, other=0)
+        if SHRINKS_DOWN:
+            ranks_down = tl.load(rank_down + number, mask=number < 8, other=0)
+        if ROWS == 1:
+            only = tl.load(row_slot)  # of all pairs
+            if SELF > 0:
+                both = tl.arange(0, 2 * BLOCK_R)  # columns of h: of gate, then of up
+                self_part = tl.maximum(only, 0) * 2 + both // BLOCK_R
+                self_scale = tl.load(scale + self_part)
+                self_wanted = both % BLOCK_R < tl.where(only >= 0, tl.load(rank + self_part), 0)
     if not LATE:
         _after_previous(PDL)
     elif PDL:
@@ -1589,35 +1597,29 @@ def pair_activate_experts_gate_up(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     if RANK > 0:
-        slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
         if ROWS == 1:
-            only = tl.load(row_slot)  # of all pairs
+            slot = tl.where(live, only, -1)
             present, place, count, own = 0, 0, (only >= 0).to(tl.int32), tl.where(slot >= 0, 0, -1)
             some = only + tl.zeros((TOGETHER,), tl.int32)
         else:
+            slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
             present, place, count, own = _slots_of(slot, SLOTS)
             some = _some_slots(present, place, 0, TOGETHER, SLOTS)
-        number = tl.arange(0, SLOTS)
-        ranks_gate = tl.load(rank + number * 2, mask=number < 8, other=0)
-        ranks_up = tl.load(rank + number * 2 + 1, mask=number < 8, other=0)
+        if SHRINKS_DOWN:
+            scale_h = tl.load(scale_down + slot, mask=slot >= 0, other=0.0)
         if SELF > 0:
-            a_expert = expert
-            scale_gate = tl.load(scale + slot * 2, mask=slot >= 0, other=0.0)
-            scale_up = tl.load(scale + slot * 2 + 1, mask=slot >= 0, other=0.0)
-            gate_a, gate_wanted = _rows_of_a(a, some, rank, a_expert, 0, A_EXPERTS, 2, K, R, BLOCK_R)
-            up_a, up_wanted = _rows_of_a(a, some, rank, a_expert, 1, A_EXPERTS, 2, K, R, BLOCK_R)
-            gate_a_at = gate_a[:, None] + k[None, :]
-            up_a_at = up_a[:, None] + k[None, :]
-            h_gate = tl.zeros((TOGETHER * BLOCK_R, BLOCK_M), tl.float32)
-            h_up = tl.zeros((TOGETHER * BLOCK_R, BLOCK_M), tl.float32)
+            self_a = a + (tl.maximum(only, 0).to(tl.int64) * A_EXPERTS + expert) * (2 * R * K)
+            self_at = self_a + (both // BLOCK_R * R + both % BLOCK_R)[:, None] * K + k[None, :]
+            self_h = tl.zeros((2 * BLOCK_R, BLOCK_M), tl.float32)
         if EARLY > 0:
             # on their way while the base is summed
             rank_gate = _ranks_of(some, ranks_gate, SLOTS)
             rank_up = _ranks_of(some, ranks_up, SLOTS)
             b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
             b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-            if AHEAD > 0 and TILES <= SHARES_LIMIT:
-                a_tile = _some_a(a_down, some, rank_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
+            if SHRINKS_DOWN:
+                own_down = _ranks_of(some, ranks_down, SLOTS)
+                down_tile = _some_a(a_down, some, own_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
     gate_at = weight + expert.to(tl.int64) * (2 * WIDTH * K) + n[:, None] * K + k[None, :]
     up_at = gate_at + WIDTH * K
     x_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
@@ -1630,18 +1632,19 @@ def pair_activate_experts_gate_up(
         gate = tl.dot(gate_tile, x_tile, gate)
         up = tl.dot(up_tile, x_tile, up)
         if RANK > 0 and SELF > 0:
-            gate_a_tile = tl.load(gate_a_at, mask=gate_wanted[:, None], other=0.0)
-            up_a_tile = tl.load(up_a_at, mask=up_wanted[:, None], other=0.0)
-            h_gate = tl.dot(gate_a_tile, x_tile, h_gate)
-            h_up = tl.dot(up_a_tile, x_tile, h_up)
-            gate_a_at += BLOCK_K
-            up_a_at += BLOCK_K
+            a_tile = tl.load(self_at, mask=self_wanted[:, None], other=0.0)
+            self_h = tl.dot(a_tile, x_tile, self_h)
+            self_at += BLOCK_K
         gate_at += BLOCK_K
         up_at += BLOCK_K
         x_at += BLOCK_K
 
     if LATE and PDL:
         tl.extra.cuda.gdc_wait()
+    if SHRINKS_DOWN and ROWS == 1 and EARLY == 0:
+        # on its way together with B
+        own_down = _ranks_of(some, ranks_down, SLOTS)
+        down_tile = _some_a(a_down, some, own_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
     if RANK > 0:
         if count > 0:
             if EARLY == 0:
@@ -1649,19 +1652,28 @@ def pair_activate_experts_gate_up(
                 rank_up = _ranks_of(some, ranks_up, SLOTS)
                 b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
                 b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-            if SELF > 0:
-                wide_gate = _own_h(h_gate, own, scale_gate, TOGETHER, BLOCK_R).to(b_gate.dtype)
-                wide_up = _own_h(h_up, own, scale_up, TOGETHER, BLOCK_R).to(b_up.dtype)
-            else:
-                h_gate = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 2, BLOCK_R)
-                h_up = _sum_h(h, pair, slot >= 0, 1, pairs, 1, 2, BLOCK_R)
-                wide_gate = _beside(h_gate, own, 0, b_gate, TOGETHER, BLOCK_R)
-                wide_up = _beside(h_up, own, 0, b_up, TOGETHER, BLOCK_R)
+            if SELF == 0:
+                h_gate = _rows_of_h(h, pair, slot >= 0, 0, 2, BLOCK_R)
+                h_up = _rows_of_h(h, pair, slot >= 0, 1, 2, BLOCK_R)
             if EARLY > 0 and PDL:
                 b_gate = _not_before(b_gate)
                 b_up = _not_before(b_up)
-            gate = tl.dot(b_gate, wide_gate, gate)
-            up = tl.dot(b_up, wide_up, up)
+            if ROWS == 1:
+                # a block has one pair
+                if SELF > 0:
+                    halves = tl.reshape(tl.sum(self_h, 1) * self_scale, [2, BLOCK_R])
+                    first_half = tl.arange(0, 2)[:, None] == 0
+                    only_gate = tl.sum(tl.where(first_half, halves, 0.0), 0)
+                    only_up = tl.sum(tl.where(first_half, 0.0, halves), 0)
+                else:
+                    only_gate, only_up = tl.sum(h_gate, 0), tl.sum(h_up, 0)
+                gate += _product(b_gate, only_gate)[:, None]
+                up += _product(b_up, only_up)[:, None]
+            else:
+                wide_gate = _beside(h_gate, own, 0, b_gate, TOGETHER, BLOCK_R)
+                wide_up = _beside(h_up, own, 0, b_up, TOGETHER, BLOCK_R)
+                gate = tl.dot(b_gate, wide_gate, gate)
+                up = tl.dot(b_up, wide_up, up)
             if ROWS != 1 and TOGETHER < SLOTS and TOGETHER < BLOCK_M:
                 for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
                     some = _some_slots(present, place, first, TOGETHER, SLOTS)
@@ -1678,18 +1690,21 @@ def pair_activate_experts_gate_up(
     at = pair.to(tl.int64)[None, :] * WIDTH + n[:, None]
     tl.store(act + at, value, mask=live[None, :])
 
-    if RANK > 0 and AHEAD > 0 and TILES <= SHARES_LIMIT:
+    if SHRINKS_DOWN:
         column = tl.arange(0, TOGETHER * BLOCK_R)
-        own_scale = tl.load(scale_down + slot, mask=slot >= 0, other=0.0)
         h_at = h_down + (tile * pairs.to(tl.int64) + pair)[None, :] * BLOCK_R + (column % BLOCK_R)[:, None]
         for first in tl.range(0, count, TOGETHER, num_stages=1):
             if ROWS != 1:
                 some = _some_slots(present, place, first, TOGETHER, SLOTS)
-            if ROWS != 1 or EARLY == 0:
-                a_tile = _some_a(a_down, some, rank_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
-            part = tl.dot(a_tile, value)
+                own_down = _ranks_of(some, ranks_down, SLOTS)
+                down_tile = _some_a(a_down, some, own_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
+            if ROWS == 1:
+                only_value = tl.sum(tl.where(live[None, :], value.to(tl.float32), 0.0), 1)
+                part = tl.broadcast_to(_product(down_tile, only_value)[:, None], [TOGETHER * BLOCK_R, BLOCK_M])
+            else:
+                part = tl.dot(down_tile, value)
             mine = own[None, :] == (first + column // BLOCK_R)[:, None]
-            tl.store(h_at, part * own_scale[None, :], mask=mine & live[None, :])
+            tl.store(h_at, part * scale_h[None, :], mask=mine & live[None, :])
 
 
 PAIR_ACTIVATE_EXPERTS_GATE_UP = Kernel(
@@ -1716,13 +1731,13 @@ PAIR_ACTIVATE_EXPERTS_GATE_UP = Kernel(
     ("RANK", "ROWS", "SELF", "AHEAD", "EARLY", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 5, True, 0, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
+        (1, 0, 0, 4, 6, True, 0, 1, 1, 1, 0, 16, 64, 64, 16, 16, 1),
         (2, 0, 0, 4, 5, True, 0, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
         (16, 0, 0, 4, 5, True, 0, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
         (128, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
         (256, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 32, 64, 64, 16, 128, 1),
         (0, 0, 0, 4, 4, True, 0, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
-        (1, 16, -1, 4, 5, True, 16, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
+        (1, 16, -1, 4, 6, True, 16, 1, 1, 1, 0, 16, 64, 64, 16, 16, 1),
         (2, 16, -1, 4, 5, True, 16, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
         (16, 16, -1, 4, 5, True, 16, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
         (128, 16, -1, 4, 5, True, 16, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
@@ -1870,28 +1885,34 @@ def pair_shrink_experts_gate_up(
     R: tl.constexpr = 16
     COLUMNS: tl.constexpr = SLICES * BLOCK_R
     STEP: tl.constexpr = BLOCK_S if BLOCK_S < COLUMNS else COLUMNS
-    _after_previous(PDL)
     unit = tl.program_id(0) // (COLUMNS // STEP)
+    column = tl.program_id(0) % (COLUMNS // STEP) * STEP + tl.arange(0, STEP)
+    part = column // BLOCK_R
+    r = column % BLOCK_R
     if ROWS > 0:
-        expert = tl.load(topk_ids + unit)
+        # what is known before the launch before has ended
         slot = tl.load(row_slot + unit // TOP_K)
+        at = tl.maximum(slot, 0) * SLICES + part
+        wanted = r < tl.load(rank + at)
+        own_scale = tl.load(scale + at)
+        _after_previous(PDL)
+        expert = tl.load(topk_ids + unit)
         slot = tl.where((expert >= 0) & (expert < EXPERTS), slot, -1)
         start = unit
         end = unit + 1
     else:
+        _after_previous(PDL)
         group = tables + 2 * pairs + 3 * blocks + unit
         slot = tl.load(group)
         expert = tl.load(group + groups)
         start = tl.load(group + 2 * groups)
         end = tl.load(group + 3 * groups)
+        at = tl.maximum(slot, 0) * SLICES + part
+        wanted = r < tl.load(rank + at)
+        own_scale = tl.load(scale + at)
     if slot < 0:
         return
 
-    column = tl.program_id(0) % (COLUMNS // STEP) * STEP + tl.arange(0, STEP)
-    part = column // BLOCK_R
-    r = column % BLOCK_R
-    wanted = r < tl.load(rank + slot * SLICES + part)
-    own_scale = tl.load(scale + slot * SLICES + part)
     k = tl.arange(0, BLOCK_K)
     own_a = a + (slot.to(tl.int64) * A_EXPERTS + expert) * (SLICES * R * K)
     for first in tl.range(start, end, BLOCK_M, num_stages=1):
@@ -1992,7 +2013,7 @@ def pair_expand_experts_gate_up(
             pair = position
         else:
             pair = tl.load(tables + pairs + position, mask=live, other=0)
-        h_tile = _sum_h(h, pair, live, part, pairs, 1, SLICES, BLOCK_R)
+        h_tile = _rows_of_h(h, pair, live, part, SLICES, BLOCK_R)
         delta = tl.dot(b_tile, tl.trans(h_tile.to(b_tile.dtype)))
         if weighted > 0:
             delta *= tl.load(topk_weights + pair, mask=live, other=0.0)[None, :]
@@ -2051,28 +2072,34 @@ def pair_shrink_experts_down(
     R: tl.constexpr = 16
     COLUMNS: tl.constexpr = SLICES * BLOCK_R
     STEP: tl.constexpr = BLOCK_S if BLOCK_S < COLUMNS else COLUMNS
-    _after_previous(PDL)
     unit = tl.program_id(0) // (COLUMNS // STEP)
+    column = tl.program_id(0) % (COLUMNS // STEP) * STEP + tl.arange(0, STEP)
+    part = column // BLOCK_R
+    r = column % BLOCK_R
     if ROWS > 0:
-        expert = tl.load(topk_ids + unit)
+        # what is known before the launch before has ended
         slot = tl.load(row_slot + unit // TOP_K)
+        at = tl.maximum(slot, 0) * SLICES + part
+        wanted = r < tl.load(rank + at)
+        own_scale = tl.load(scale + at)
+        _after_previous(PDL)
+        expert = tl.load(topk_ids + unit)
         slot = tl.where((expert >= 0) & (expert < EXPERTS), slot, -1)
         start = unit
         end = unit + 1
     else:
+        _after_previous(PDL)
         group = tables + 2 * pairs + 3 * blocks + unit
         slot = tl.load(group)
         expert = tl.load(group + groups)
         start = tl.load(group + 2 * groups)
         end = tl.load(group + 3 * groups)
+        at = tl.maximum(slot, 0) * SLICES + part
+        wanted = r < tl.load(rank + at)
+        own_scale = tl.load(scale + at)
     if slot < 0:
         return
 
-    column = tl.program_id(0) % (COLUMNS // STEP) * STEP + tl.arange(0, STEP)
-    part = column // BLOCK_R
-    r = column % BLOCK_R
-    wanted = r < tl.load(rank + slot * SLICES + part)
-    own_scale = tl.load(scale + slot * SLICES + part)
     k = tl.arange(0, BLOCK_K)
     own_a = a + (slot.to(tl.int64) * A_EXPERTS + expert) * (SLICES * R * K)
     for first in tl.range(start, end, BLOCK_M, num_stages=1):
@@ -2173,7 +2200,7 @@ def pair_expand_experts_down(
             pair = position
         else:
             pair = tl.load(tables + pairs + position, mask=live, other=0)
-        h_tile = _sum_h(h, pair, live, part, pairs, 1, SLICES, BLOCK_R)
+        h_tile = _rows_of_h(h, pair, live, part, SLICES, BLOCK_R)
         delta = tl.dot(b_tile, tl.trans(h_tile.to(b_tile.dtype)))
         if weighted > 0:
             delta *= tl.load(topk_weights + pair, mask=live, other=0.0)[None, :]
@@ -2274,7 +2301,7 @@ def pair_project_experts_down(
             if EARLY == 0:
                 own_rank = _ranks_of(some, ranks, SLOTS)
                 b_tile = _some_b(b, some, own_rank, b_expert, n, None, B_EXPERTS, N, R, BLOCK_R)
-            h_tile = _sum_h(h, pair, slot >= 0, 0, pairs, 1, 1, BLOCK_R)
+            h_tile = _rows_of_h(h, pair, slot >= 0, 0, 1, BLOCK_R)
             wide_h = _beside(h_tile, own, 0, b_tile, TOGETHER, BLOCK_R)
             if EARLY > 0 and PDL:
                 b_tile = _not_before(b_tile)
@@ -2347,12 +2374,13 @@ def row_project_experts_down(
     R: tl.constexpr = 16
     UP_TILES: tl.constexpr = (K + BLOCK_UP - 1) // BLOCK_UP
     SHARES: tl.constexpr = UP_TILES if AHEAD > 0 and UP_TILES <= SHARES_LIMIT else 1
+    SHARE_BLOCKS: tl.constexpr = 1 if SHARES == 1 else 16 if SHARES <= 16 else 32
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < CHOICES else CHOICES
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     ONCE: tl.constexpr = TOGETHER >= TOP_K  # one dot expands for all of a row's experts
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    _after_previous(PDL)
+    # the launch before has itself waited for the routing
     row = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -2360,16 +2388,19 @@ def row_project_experts_down(
     pair = row * TOP_K + j
     ids = tl.load(topk_ids + pair, mask=j < TOP_K, other=-1)
     ids = tl.where(ids < EXPERTS, ids, -1)
+    weights = tl.load(topk_weights + pair, mask=ids >= 0, other=0.0)
     if RANK > 0:
         slot = tl.load(row_slot + row)
         row_rank = tl.load(rank + slot, mask=slot >= 0, other=0)
         served = tl.where(slot >= 0, ids, -1) >= 0
-        h_tile = _sum_h(h, pair, served, 0, pairs, SHARES, 1, BLOCK_R)
         if ONCE:
             # on its way while the base is summed
             b_tile = _choices_b(
                 b, slot, row_rank, ids, 0, n, None, TOGETHER, B_EXPERTS, N, R, BLOCK_R
             )  # fmt: skip
+    _after_previous(PDL)
+    if RANK > 0:
+        shares = _shares_of_h(h, pair, served, pairs, SHARES, SHARE_BLOCKS, BLOCK_R)
     acc = tl.zeros((BLOCK_N, CHOICES), tl.float32)
     for step in range(TOP_K * STEPS):
         choice = step // STEPS
@@ -2383,23 +2414,25 @@ def row_project_experts_down(
         act_tile = tl.load(act_at, mask=here[None, :], other=0.0)
         acc = tl.dot(w_tile, act_tile, acc)
 
+    total = tl.sum(acc * weights[None, :], 1)
     if RANK > 0:
+        if PDL:
+            shares = _not_before(shares)
+        weighted = tl.sum(shares, 0) * weights[:, None]
         if slot >= 0:
             if ONCE:
                 if PDL:
                     b_tile = _not_before(b_tile)
-                wide_h = _beside(h_tile, j, 0, b_tile, TOGETHER, BLOCK_R)
-                acc = tl.dot(b_tile, wide_h, acc)
+                total += _product(b_tile, tl.reshape(weighted, [TOGETHER * BLOCK_R]))
             else:
+                several = tl.reshape(weighted, [CHOICES // TOGETHER, TOGETHER * BLOCK_R])
+                place = tl.arange(0, CHOICES // TOGETHER)[:, None] * TOGETHER
                 for first in tl.static_range(0, TOP_K, TOGETHER):
                     b_tile = _choices_b(
                         b, slot, row_rank, ids, first, n, None, TOGETHER, B_EXPERTS, N, R, BLOCK_R
                     )  # fmt: skip
-                    wide_h = _beside(h_tile, j, first, b_tile, TOGETHER, BLOCK_R)
-                    acc = tl.dot(b_tile, wide_h, acc)
+                    total += _product(b_tile, tl.sum(tl.where(place == first, several, 0.0), 0))
 
-    weights = tl.load(topk_weights + pair, mask=ids >= 0, other=0.0)
-    total = tl.sum(acc * weights[None, :], 1)
     tl.store(out + row.to(tl.int64) * N + n, total.to(out.dtype.element_ty))
 
 
