@@ -42,7 +42,9 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
     print("captured", flush=True)
     shared = random.Random(0)  # the same on every rank, so that each knows what the others have
     for _ in range(STEPS):
-        batches = [[shared.choice([None, "0", "1", "2"]) for _ in range(shared.randint(0, most))] for _ in range(ranks)]
+        limit = shared.choice([0, 7, 31, most - 1])  # so that the larger of two batches takes every bucket
+        batches = [[shared.choice([None, "0", "1", "2"]) for _ in range(shared.randint(0, limit))] for _ in range(ranks)]
+        batches[shared.randrange(ranks)].append("1")
         rows = batches[rank]
         ticket = step.prepare(rows)
         x = torch.randn(len(rows), 256, device="cuda", dtype=torch.bfloat16)
