@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, log2
 
-from lorac.plan.kernels import ANY_ADAPTERS, block_of, extents, fit
+from lorac.plan.kernels import ANY_ADAPTERS, UNLIMITED, block_of, extents, fit
 from lorac.plan.model import KernelPlan, Launch, ModulePlan
 from lorac.spec.backend import Kernel, Tile
 
@@ -154,6 +154,13 @@ def declared(plan: KernelPlan, site: Site) -> Launch:
     return _planned(plan, site, site.rank)
 
 
+def open_ended(plan: KernelPlan, site: Site) -> bool:
+    """Whether what the plan launches at a site serves all larger batches too."""
+    if plan.leaves(site.rows, bare=False):
+        return any(not part.bare and part.least <= site.rows and part.most == UNLIMITED for part in plan.library)
+    return not _found(plan, site, site.rank).rows
+
+
 def declared_bare(kernel: Kernel, plan: KernelPlan, site: Site) -> Launch:
     """That of a kernel with the base for batches without adapters, in blocks of the rank as with them."""
     if plan.leaves(site.rows, bare=True):
@@ -167,14 +174,18 @@ def declared_bare(kernel: Kernel, plan: KernelPlan, site: Site) -> Launch:
 
 
 def _planned(plan: KernelPlan, site: Site, rank: int) -> Launch:
-    found = next(
+    found = _found(plan, site, rank)
+    return replace(found, rows=site.rows, rank=site.rank, adapters=ANY_ADAPTERS, source="")
+
+
+def _found(plan: KernelPlan, site: Site, rank: int) -> Launch:
+    return next(
         launch
         for launch in plan.launches
         if launch.rank == rank
         and (not rank or site.adapters in (launch.adapters, ANY_ADAPTERS))
         and (not launch.rows or site.rows <= launch.rows)
     )
-    return replace(found, rows=site.rows, rank=site.rank, adapters=ANY_ADAPTERS, source="")
 
 
 def declared_anywhere(

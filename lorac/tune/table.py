@@ -31,11 +31,9 @@ def kept_rows(path: Path, searched: set[str]) -> Rows:
     return {backend: stages for backend, stages in tiles.items() if backend not in searched}
 
 
-def table_text(
-    name: str, gpu: str, target: str, chosen: dict[Site, Launch], kept: Rows, capped: set[tuple[str, str]]
-) -> str:
-    """The file. The largest size tuned serves all larger ones too, but for the `capped` stages of backends; sizes
-    chosen alike share a line.
+def table_text(name: str, gpu: str, target: str, chosen: dict[Site, Launch], kept: Rows, open_ended: set[Site]) -> str:
+    """The file. The largest size tuned serves all larger ones too where what it takes the place of does (`open_ended`);
+    sizes chosen alike share a line.
     """
     lines = [
         f"# Launch configurations of {name}, measured on one {gpu} by `lorac tune`. A tile serves batches of up",
@@ -46,7 +44,7 @@ def table_text(
         f"spec: {name}",
         "tiles:",
     ]
-    rows = kept | _chosen_rows(chosen, capped)
+    rows = kept | _chosen_rows(chosen, open_ended)
     for backend in sorted(rows):
         lines.append(f"  {backend}:")
         for stage, tiles in sorted(rows[backend].items()):
@@ -57,13 +55,15 @@ def table_text(
     return "\n".join(lines) + "\n"
 
 
-def _chosen_rows(chosen: dict[Site, Launch], capped: set[tuple[str, str]]) -> Rows:
+def _chosen_rows(chosen: dict[Site, Launch], open_ended: set[Site]) -> Rows:
     rows: Rows = {}
     chosen = _bare_at_every_size(chosen)
     for group in _groups(chosen):
         into = rows.setdefault(group[0].backend, {}).setdefault(group[0].stage, [])
-        largest = None if (group[0].backend, group[0].stage) in capped else group[-1]
-        into += [_row(site, chosen[site], site == largest) for site in _merged(group, chosen)]
+        into += [
+            _row(site, chosen[site], site == group[-1] and not open_ended.isdisjoint(_of_any(site)))
+            for site in _merged(group, chosen)
+        ]
     return rows
 
 
@@ -83,6 +83,11 @@ def _groups(chosen: dict[Site, Launch]) -> list[list[Site]]:
     for site in sorted(chosen, key=lambda site: (*_kernel(site), site.adapters != BARE, site)):
         groups.setdefault((*_kernel(site), site.rank, site.adapters), []).append(site)
     return list(groups.values())
+
+
+def _of_any(site: Site) -> tuple[Site, Site]:
+    """A site, and where it is of batches without adapters, the one it was searched with."""
+    return site, replace(site, adapters=ANY_ADAPTERS) if site.adapters == BARE else site
 
 
 def _kernel(site: Site) -> tuple[str, str, str]:

@@ -15,7 +15,17 @@ from lorac.spec.load import SpecFile
 from lorac.tune.batches import Batch, Reached, reached
 from lorac.tune.model import Machine, Model, live_segments, segmented
 from lorac.tune.search import Search
-from lorac.tune.space import BARE, Site, candidates, declared, declared_anywhere, declared_bare, in_library, library
+from lorac.tune.space import (
+    BARE,
+    Site,
+    candidates,
+    declared,
+    declared_anywhere,
+    declared_bare,
+    in_library,
+    library,
+    open_ended,
+)
 
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 KINDS = ("linear", "lm_head")
@@ -39,6 +49,7 @@ class Task:
         plan = make_plan(self.spec, file.shapes, self.declarations, {})
         _known(backends, plan)
         self.searches: dict[Site, Search] = {}
+        self.open_ended: set[Site] = set()  # where what is declared serves all larger batches too
         self._reached: dict[Site, Reached] = {}
         forced: Tuned = {}
         rendered: dict[str, set[str]] = {}
@@ -46,6 +57,8 @@ class Task:
         for site, kernel, kernel_plan in self._sites(plan, kernels, backends, rows or _sizes(plan)):
             search = self._search(site, kernel, kernel_plan, plan, gpu)
             self.searches[site] = search
+            if open_ended(kernel_plan, site):
+                self.open_ended.add(site)
             stages = forced.setdefault(site.backend, {})
             if site.kernel not in rendered.setdefault(site.backend, set()):
                 stages[site.stage] = (*stages.get(site.stage, ()), *((tile, "") for tile in _demanding(search, kernel)))
@@ -85,16 +98,6 @@ class Task:
         if site.adapters == BARE:
             return [(0, site.rank)]
         return self._reached[site].batches
-
-    @property
-    def capped(self) -> set[tuple[str, str]]:
-        """(backend, stage) of kernels that hold all rows of a batch in one block: a tile serves its own size alone."""
-        return {
-            (backend, stage)
-            for backend, declaration in self.declarations.items()
-            for stage, kernel in declaration.kernels.items()
-            if kernel.max_rows
-        }
 
     def runs(self, site: Site) -> bool:
         """Whether its kernel is launched, as far as the best of the others decides: some are by the library's side."""
