@@ -43,7 +43,9 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
     shared = random.Random(0)  # the same on every rank, so that each knows what the others have
     for _ in range(STEPS):
         limit = shared.choice([0, 7, 31, most - 1])  # so that the larger of two batches takes every bucket
-        batches = [[shared.choice([None, "0", "1", "2"]) for _ in range(shared.randint(0, limit))] for _ in range(ranks)]
+        batches = [
+            [shared.choice([None, "0", "1", "2"]) for _ in range(shared.randint(0, limit))] for _ in range(ranks)
+        ]
         batches[shared.randrange(ranks)].append("1")
         rows = batches[rank]
         ticket = step.prepare(rows)

@@ -111,7 +111,9 @@ def _column(step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE
 @triton.jit
 def _not_before(value):
     """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=32 // value.dtype.primitive_bitwidth)
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=32 // value.dtype.primitive_bitwidth
+    )
 
 
 # qkv_proj: 2048 -> q_proj 4096 | k_proj 512 | v_proj 512
