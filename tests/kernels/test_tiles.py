@@ -60,7 +60,7 @@ def spec(dtype: str, max_rank: int, library: bool = False) -> dict:
 
 
 @pytest.fixture(
-    params=[("float32", 24, False), ("float16", 24, False), ("float32", 96, False), ("float32", 96, True)], ids=str
+    params=[("float32", 24, False), ("float16", 24, False), ("float32", 96, False), ("float32", 24, True)], ids=str
 )
 def package(build, request):
     return build(spec(*request.param))
@@ -99,6 +99,8 @@ def test_every_family_against_float64(package, slots, random_of, launched, name,
     phase, requests = BATCHES[name]
     if package.LAYOUT.max_rank > 64 and name not in ("few rows, mixed", "adapter by adapter"):
         pytest.skip("beyond the rank only the steps over h differ")
+    if package.LAYOUT.name == "in_library" and name not in ("one adapter", "adapter by adapter"):
+        pytest.skip("by the library's side sizes differ only in this")
     if package.LAYOUT.dtype == "float16" and name not in ("few rows, mixed", "programs that take several tiles"):
         pytest.skip("in the other dtype only roundings differ")
     requests = random.Random(seed).sample(requests, len(requests))
