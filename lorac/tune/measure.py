@@ -38,7 +38,8 @@ class Timed:
 class Measurer:
     """Times configurations at a site beside the best so far, over batches that count alike.
 
-    Where the kernel has the base, one of those is without adapters, and base rows must have the same bits in all.
+    Where the kernel has the base, one of those is without adapters, and base rows must have the same bits in all, but
+    where the library has them alone.
     """
 
     def __init__(
