@@ -107,7 +107,7 @@ class Search:
         found = ((self.bare if self.best == self.declared else None) or self.best, self.best)
         least = CLEARLY * sum(self.times.get(self.best, ()))
         own = [launch for launch in self.times if not in_library(launch)]
-        for bits in {self.bits[launch] for launch in own} if self.bare and not in_library(self.best) else ():
+        for bits in {self.bits[launch] for launch in own} if self.bare else ():
             alike = [launch for launch in own if self.bits[launch] == bits]
             bare = min([*alike, *filter(in_library, self.times)], key=lambda launch: self.times[launch][0])
             adapted = min(alike, key=lambda launch: sum(self.times[launch][1:]))

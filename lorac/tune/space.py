@@ -158,7 +158,8 @@ def open_ended(plan: KernelPlan, site: Site) -> bool:
     """Whether what the plan launches at a site serves all larger batches too."""
     if plan.leaves(site.rows, bare=False):
         return any(not part.bare and part.least <= site.rows and part.most == UNLIMITED for part in plan.library)
-    return not _found(plan, site, site.rank).rows
+    beyond = any(not part.bare and part.least > site.rows for part in plan.library)
+    return not beyond and not _found(plan, site, site.rank).rows
 
 
 def declared_bare(kernel: Kernel, plan: KernelPlan, site: Site) -> Launch:

@@ -260,6 +260,17 @@ def test_the_next_best_takes_the_place_of_one_with_a_problem():
     assert found.best == declared and found.gain == 1.0 and found.parted() == (declared, declared)
 
 
+def test_the_library_may_have_batches_without_adapters_alone():
+    declared, slower = Launch(0), Launch(2)
+    by_library = Launch(1)
+    by_library.warps = 0
+    found = fresh(declared)
+    found.bare = by_library
+    found.note({by_library: Result((80.0, 120.0, 120.0), (110.0, 108.0, 108.0))})
+    found.note({slower: Result((112.0, 104.0, 104.0), (80.0, 120.0, 120.0))})
+    assert found.best == by_library and found.parted() == (by_library, slower)
+
+
 def test_of_what_is_measured_together_the_fastest_is_the_best():
     declared, middling, fastest, slow = map(Launch, range(4))
     found = fresh(declared)

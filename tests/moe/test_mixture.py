@@ -55,6 +55,25 @@ def test_awkward_routing(bench, case, rows):
     kit.assert_close(y, bench.expected(slots, x, torch.where(ids < 8, ids, -1), weights))
 
 
+@pytest.mark.parametrize("rank", [16, 12])
+def test_a_row_that_chooses_one_expert_twice(build, generator, rank):
+    """At rank 16 one row shrinks for itself."""
+    bench = kit.Bench(build(kit.spec(max_rank=rank)), (rank, 5), generator)
+    ids = torch.tensor([[3, 1, 3], [2, 2, 2]], dtype=torch.int32)
+    for rows in (1, 2):
+        weights = torch.rand(rows, 3, generator=generator) + 0.1
+        for chosen in (ids[:rows], ids.flip(0)[:rows]):
+            bench.check("fused", [1, 0][:rows], chosen, weights)
+
+
+@pytest.mark.parametrize(("top_k", "rank"), [(2, 32), (4, 32), (1, 24), (2, 64), (5, 64)])
+def test_few_choices_of_large_ranks(build, generator, top_k, rank):
+    """As many columns of B are expanded at once as hold all of a row's experts, or some of them."""
+    bench = kit.Bench(build(kit.spec(top_k=top_k, max_rank=rank)), (rank, 5), generator)
+    for rows in (1, 2):
+        bench.check("fused", [1, 0][:rows], *bench.routing(rows))
+
+
 @pytest.mark.parametrize(("dtype", "shared"), [("float32", False), ("float16", True)], ids=["own", "shared outer"])
 def test_odd_widths(build, generator, seed, dtype, shared):
     """40 inputs, 24 features inside, 5 experts of which 3 are chosen, rank 12: no block divides any of them."""

@@ -836,7 +836,8 @@ def pair_activate_experts_gate_up(
     R: tl.constexpr = 16
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
-    TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
+    MOST: tl.constexpr = SLOTS if ROWS != 1 else 1  # slots in a block
+    TOGETHER: tl.constexpr = FITTING if FITTING < MOST else MOST
     LATE: tl.constexpr = RANK > 0 and SELF == 0  # h has its own launch
     SHRINKS_DOWN: tl.constexpr = RANK > 0 and AHEAD > 0 and TILES <= SHARES_LIMIT
     if RANK > 0:
@@ -933,14 +934,17 @@ def pair_activate_experts_gate_up(
                 b_gate = _not_before(b_gate)
                 b_up = _not_before(b_up)
             if ROWS == 1:
-                # a block has one pair
+                # all pairs of a block are of one row and one expert: what the first is, the others are
+                first_pair = tl.arange(0, BLOCK_M) == 0
                 if SELF > 0:
-                    halves = tl.reshape(tl.sum(self_h, 1) * self_scale, [2, BLOCK_R])
+                    halves = tl.sum(tl.where(first_pair[None, :], self_h, 0.0), 1) * self_scale
+                    halves = tl.reshape(halves, [2, BLOCK_R])
                     first_half = tl.arange(0, 2)[:, None] == 0
                     only_gate = tl.sum(tl.where(first_half, halves, 0.0), 0)
                     only_up = tl.sum(tl.where(first_half, 0.0, halves), 0)
                 else:
-                    only_gate, only_up = tl.sum(h_gate, 0), tl.sum(h_up, 0)
+                    only_gate = tl.sum(tl.where(first_pair[:, None], h_gate, 0.0), 0)
+                    only_up = tl.sum(tl.where(first_pair[:, None], h_up, 0.0), 0)
                 gate += _product(b_gate, only_gate)[:, None]
                 up += _product(b_up, only_up)[:, None]
             else:
@@ -973,7 +977,8 @@ def pair_activate_experts_gate_up(
                 own_down = _ranks_of(some, ranks_down, SLOTS)
                 down_tile = _some_a(a_down, some, own_down, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
             if ROWS == 1:
-                only_value = tl.sum(tl.where(live[None, :], value.to(tl.float32), 0.0), 1)
+                first_pair = tl.arange(0, BLOCK_M) == 0
+                only_value = tl.sum(tl.where(first_pair[None, :], value.to(tl.float32), 0.0), 1)
                 part = tl.broadcast_to(_product(down_tile, only_value)[:, None], [TOGETHER * BLOCK_R, BLOCK_M])
             else:
                 part = tl.dot(down_tile, value, input_precision="ieee")
@@ -1727,19 +1732,17 @@ def row_project_experts_down(
         if PDL:
             shares = _not_before(shares)
         weighted = tl.sum(shares, 0) * weights[:, None]
+        weighted = tl.reshape(weighted, [CHOICES // TOGETHER, TOGETHER * BLOCK_R])
+        place = tl.arange(0, CHOICES // TOGETHER)[:, None] * TOGETHER
         if slot >= 0:
-            if ONCE:
-                if PDL:
-                    b_tile = _not_before(b_tile)
-                total += _product(b_tile, tl.reshape(weighted, [TOGETHER * BLOCK_R]))
-            else:
-                several = tl.reshape(weighted, [CHOICES // TOGETHER, TOGETHER * BLOCK_R])
-                place = tl.arange(0, CHOICES // TOGETHER)[:, None] * TOGETHER
-                for first in tl.static_range(0, TOP_K, TOGETHER):
+            for first in tl.static_range(0, TOP_K, TOGETHER):
+                if not ONCE:
                     b_tile = _choices_b(
                         b, slot, row_rank, ids, first, n, None, TOGETHER, B_EXPERTS, N, R, BLOCK_R
                     )  # fmt: skip
-                    total += _product(b_tile, tl.sum(tl.where(place == first, several, 0.0), 0))
+                elif PDL:
+                    b_tile = _not_before(b_tile)
+                total += _product(b_tile, tl.sum(tl.where(place == first, weighted, 0.0), 0))
 
     tl.store(out + row.to(tl.int64) * N + n, total.to(out.dtype.element_ty))
 
