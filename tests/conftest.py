@@ -32,6 +32,16 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that were launched; some tests have one of their own that notes more."""
+    from lorac.runtime.launch import Kernel
+
+    names, run = [], Kernel.run
+    monkeypatch.setattr(Kernel, "run", lambda kernel, *a, **k: (names.append(kernel.name), run(kernel, *a, **k))[1])
+    return names
+
+
 @pytest.fixture(scope="session")
 def build(tmp_path_factory):
     """build(spec) -> the loaded package of a spec, given as a file or as data; equal data is built once."""

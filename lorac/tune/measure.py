@@ -1,6 +1,6 @@
 """Measuring candidates on the present GPU: whole calls of a module as graphs, checked against float64 first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import ModuleType
@@ -113,8 +113,7 @@ class Measurer:
 
     def _keeps_bits(self, chosen: Chosen) -> bool:
         """Whether base rows must have the same bits with and without adapters beside them: one GEMM sums both."""
-        pairs = (_bare_and_adapted(site, chosen) for site in chosen if self._has_base(site) and site.adapters != BARE)
-        return all(in_library(bare) == in_library(adapted) for bare, adapted in pairs)
+        return all(in_library(bare) == in_library(adapted) for _, bare, adapted in self._with_base(chosen))
 
     def _words(self, site: Site, error: RuntimeError) -> str:
         """The first line of an error. Raises DeviceLost where nothing can be launched any more."""
@@ -138,9 +137,10 @@ class Measurer:
         tables: dict[Kernel, list[tuple]] = {}
         for site in sorted(chosen, key=lambda site: (site.adapters != BARE, site)):  # a kernel's narrow bounds first
             tables.setdefault(self._kernel(site), []).extend(self.rows(site, chosen[site]))
-            if site.module in getattr(step.backend, "LIBRARY", {}) and self._has_base(site) and site.adapters != BARE:
+        for site, *launches in self._with_base(chosen):
+            if site.module in getattr(step.backend, "LIBRARY", {}):
                 step.backend.LIBRARY[site.module] = tuple(
-                    ((1, UNLIMITED),) if in_library(launch) else () for launch in _bare_and_adapted(site, chosen)
+                    ((1, UNLIMITED),) if in_library(launch) else () for launch in launches
                 )
         for kernel, rows in tables.items():
             for row in rows:
@@ -150,8 +150,11 @@ class Measurer:
         for held in self.workload.steps:
             held.scratch.forget()  # launches bound to other configurations
 
-    def _has_base(self, site: Site) -> bool:
-        return "weight" in self._kernel(site).arguments
+    def _with_base(self, chosen: Chosen) -> Iterator[tuple[Site, Planned, Planned]]:
+        """Sites of kernels with the base, each with what batches without adapters launch there, and those with some."""
+        for site, adapted in chosen.items():
+            if "weight" in self._kernel(site).arguments and site.adapters != BARE:
+                yield site, chosen.get(replace(site, adapters=BARE), adapted), adapted
 
     def _kernel(self, site: Site) -> Kernel:
         if site.backend not in self._kernels:
@@ -159,10 +162,6 @@ class Measurer:
             module = backend_module(package.__name__, package.BACKENDS, site.backend)
             self._kernels[site.backend] = {kernel.name: kernel for kernel in module.KERNELS}
         return self._kernels[site.backend][site.kernel]
-
-
-def _bare_and_adapted(site: Site, chosen: Chosen) -> tuple[Planned, Planned]:
-    return chosen.get(replace(site, adapters=BARE), chosen[site]), chosen[site]
 
 
 def _bits(y: torch.Tensor) -> int:

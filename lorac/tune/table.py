@@ -61,7 +61,7 @@ def _chosen_rows(chosen: dict[Site, Launch], open_ended: set[Site]) -> Rows:
     for group in _groups(chosen):
         into = rows.setdefault(group[0].backend, {}).setdefault(group[0].stage, [])
         into += [
-            _row(site, chosen[site], site == group[-1] and not open_ended.isdisjoint(_of_any(site)))
+            _row(site, chosen[site], site == group[-1] and _searched_at(site) in open_ended)
             for site in _merged(group, chosen)
         ]
     return rows
@@ -85,9 +85,9 @@ def _groups(chosen: dict[Site, Launch]) -> list[list[Site]]:
     return list(groups.values())
 
 
-def _of_any(site: Site) -> tuple[Site, Site]:
-    """A site, and where it is of batches without adapters, the one it was searched with."""
-    return site, replace(site, adapters=ANY_ADAPTERS) if site.adapters == BARE else site
+def _searched_at(site: Site) -> Site:
+    """The site itself, but of batches without adapters the one they were searched with."""
+    return replace(site, adapters=ANY_ADAPTERS) if site.adapters == BARE else site
 
 
 def _kernel(site: Site) -> tuple[str, str, str]:

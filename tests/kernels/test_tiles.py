@@ -9,7 +9,6 @@ from triton.runtime import interpreter
 
 from lorac import reference
 from lorac.runtime.errors import ShapeError
-from lorac.runtime.launch import Kernel
 from lorac.verify.slots import numbered
 
 # by the package's largest; of six slots of 96 columns, only those that a batch needs are read
@@ -84,14 +83,6 @@ def slots(package, random_of):
             a[slot, part * limit : part * limit + own] = random_of(own, module.in_features)
             b[piece.start : piece.start + piece.width, slot, :own] = random_of(piece.width, own)
     return slots
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Names of the kernels that were launched."""
-    names, run = [], Kernel.run
-    monkeypatch.setattr(Kernel, "run", lambda kernel, *a, **k: (names.append(kernel.name), run(kernel, *a, **k))[1])
-    return names
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -784,8 +784,9 @@ def _rows_of_h(h, pair, live, part, SLICES: tl.constexpr, BLOCK_R: tl.constexpr)
 
 
 @triton.jit
-def _shares_of_h(h, pair, live, pairs, SHARES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Every share of h [BLOCKS, pairs of a block, BLOCK_R], to be added once they are there; zero past SHARES."""
+def _shares_of_h(h, pair, live, pairs, SHARES: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Every share of h [SHARES rounded up, pairs, BLOCK_R], to be added once they are there; zero past SHARES."""
+    BLOCKS: tl.constexpr = 1 if SHARES == 1 else 16 if SHARES <= 16 else SHARES_LIMIT
     share = tl.arange(0, BLOCKS)[:, None, None]
     at = h + (share * pairs.to(tl.int64) + pair[None, :, None]) * BLOCK_R + tl.arange(0, BLOCK_R)[None, None, :]
     return tl.load(at, mask=live[None, :, None] & (share < SHARES), other=0.0, cache_modifier=".cg")
@@ -873,6 +874,8 @@ def pair_activate_experts_gate_up(
     within = n < WIDTH
     if RANK > 0:
         if ROWS == 1:
+            # all pairs of a block are of one row and one expert: what the first is, the others are
+            first_pair = tl.arange(0, BLOCK_M) == 0
             slot = tl.where(live, only, -1)
             present, place, count, own = 0, 0, (only >= 0).to(tl.int32), tl.where(slot >= 0, 0, -1)
             some = only + tl.zeros((TOGETHER,), tl.int32)
@@ -892,7 +895,7 @@ def pair_activate_experts_gate_up(
             rank_up = _ranks_of(some, ranks_up, SLOTS)
             b_gate = _some_b(b, some, rank_gate, expert, n, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
             b_up = _some_b(b, some, rank_up, expert, n + WIDTH, within, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-            if SHRINKS_DOWN:
+            if SHRINKS_DOWN and ROWS == 1:
                 own_down = _ranks_of(some, ranks_down, SLOTS)
                 down_tile = _some_a(a_down, some, own_down, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
     gate_at = weight + expert.to(tl.int64) * (2 * WIDTH * K) + n[:, None] * K + k[None, :]
@@ -934,8 +937,6 @@ def pair_activate_experts_gate_up(
                 b_gate = _not_before(b_gate)
                 b_up = _not_before(b_up)
             if ROWS == 1:
-                # all pairs of a block are of one row and one expert: what the first is, the others are
-                first_pair = tl.arange(0, BLOCK_M) == 0
                 if SELF > 0:
                     halves = tl.sum(tl.where(first_pair[None, :], self_h, 0.0), 1) * self_scale
                     halves = tl.reshape(halves, [2, BLOCK_R])
@@ -977,7 +978,6 @@ def pair_activate_experts_gate_up(
                 own_down = _ranks_of(some, ranks_down, SLOTS)
                 down_tile = _some_a(a_down, some, own_down, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
             if ROWS == 1:
-                first_pair = tl.arange(0, BLOCK_M) == 0
                 only_value = tl.sum(tl.where(first_pair[None, :], value.to(tl.float32), 0.0), 1)
                 part = tl.broadcast_to(_product(down_tile, only_value)[:, None], [TOGETHER * BLOCK_R, BLOCK_M])
             else:
@@ -1178,16 +1178,7 @@ def pair_shrink_experts_gate_up(
     part = column // BLOCK_R
     r = column % BLOCK_R
     if ROWS > 0:
-        # what is known before the launch before has ended
         slot = tl.load(row_slot + unit // TOP_K)
-        at = tl.maximum(slot, 0) * SLICES + part
-        wanted = r < tl.load(rank + at)
-        own_scale = tl.load(scale + at)
-        _after_previous(PDL)
-        expert = tl.load(topk_ids + unit)
-        slot = tl.where((expert >= 0) & (expert < EXPERTS), slot, -1)
-        start = unit
-        end = unit + 1
     else:
         _after_previous(PDL)
         group = tables + 2 * pairs + 3 * blocks + unit
@@ -1195,9 +1186,15 @@ def pair_shrink_experts_gate_up(
         expert = tl.load(group + groups)
         start = tl.load(group + 2 * groups)
         end = tl.load(group + 3 * groups)
-        at = tl.maximum(slot, 0) * SLICES + part
-        wanted = r < tl.load(rank + at)
-        own_scale = tl.load(scale + at)
+    at = tl.maximum(slot, 0) * SLICES + part
+    wanted = r < tl.load(rank + at)
+    own_scale = tl.load(scale + at)
+    if ROWS > 0:
+        _after_previous(PDL)  # what stands above is known before that has ended
+        expert = tl.load(topk_ids + unit)
+        slot = tl.where((expert >= 0) & (expert < EXPERTS), slot, -1)
+        start = unit
+        end = unit + 1
     if slot < 0:
         return
 
@@ -1373,16 +1370,7 @@ def pair_shrink_experts_down(
     part = column // BLOCK_R
     r = column % BLOCK_R
     if ROWS > 0:
-        # what is known before the launch before has ended
         slot = tl.load(row_slot + unit // TOP_K)
-        at = tl.maximum(slot, 0) * SLICES + part
-        wanted = r < tl.load(rank + at)
-        own_scale = tl.load(scale + at)
-        _after_previous(PDL)
-        expert = tl.load(topk_ids + unit)
-        slot = tl.where((expert >= 0) & (expert < EXPERTS), slot, -1)
-        start = unit
-        end = unit + 1
     else:
         _after_previous(PDL)
         group = tables + 2 * pairs + 3 * blocks + unit
@@ -1390,9 +1378,15 @@ def pair_shrink_experts_down(
         expert = tl.load(group + groups)
         start = tl.load(group + 2 * groups)
         end = tl.load(group + 3 * groups)
-        at = tl.maximum(slot, 0) * SLICES + part
-        wanted = r < tl.load(rank + at)
-        own_scale = tl.load(scale + at)
+    at = tl.maximum(slot, 0) * SLICES + part
+    wanted = r < tl.load(rank + at)
+    own_scale = tl.load(scale + at)
+    if ROWS > 0:
+        _after_previous(PDL)  # what stands above is known before that has ended
+        expert = tl.load(topk_ids + unit)
+        slot = tl.where((expert >= 0) & (expert < EXPERTS), slot, -1)
+        start = unit
+        end = unit + 1
     if slot < 0:
         return
 
@@ -1686,11 +1680,10 @@ def row_project_experts_down(
     R: tl.constexpr = 16
     UP_TILES: tl.constexpr = (K + BLOCK_UP - 1) // BLOCK_UP
     SHARES: tl.constexpr = UP_TILES if AHEAD > 0 and UP_TILES <= SHARES_LIMIT else 1
-    SHARE_BLOCKS: tl.constexpr = 1 if SHARES == 1 else 16 if SHARES <= 16 else 32
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < CHOICES else CHOICES
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    ONCE: tl.constexpr = TOGETHER >= TOP_K  # one dot expands for all of a row's experts
+    ONCE: tl.constexpr = TOGETHER >= TOP_K  # B of all of a row's experts is one tile
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     # the launch before has itself waited for the routing
     row = tl.program_id(0) // TILES
@@ -1712,7 +1705,7 @@ def row_project_experts_down(
             )  # fmt: skip
     _after_previous(PDL)
     if RANK > 0:
-        shares = _shares_of_h(h, pair, served, pairs, SHARES, SHARE_BLOCKS, BLOCK_R)
+        shares = _shares_of_h(h, pair, served, pairs, SHARES, BLOCK_R)
     acc = tl.zeros((BLOCK_N, CHOICES), tl.float32)
     for step in range(TOP_K * STEPS):
         choice = step // STEPS
