@@ -77,7 +77,7 @@ class Kernel(_Declared):
         description="arguments in order: name to type; *dtype is of the spec, tile<dtype>[ROWS, COLUMNS] read in tiles"
     )
     constants: tuple[Identifier, ...] = Field(
-        description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL the launch option"
+        description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL and STAGES the tile's options"
     )
     max_rows: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many rows alone")
     beside: Identifier | None = Field(None, description="serves the modules alone that this earlier stage serves")
@@ -97,6 +97,9 @@ class Kernel(_Declared):
     when_split: tuple[Identifier, ...] = Field((), description="arguments only a kernel that splits K takes")
     dims: dict[Identifier, Literal["rows", "rank", "columns", "slot_columns", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
+    )
+    least_steps: StrictInt = Field(
+        1, ge=1, description="its loop over inputs has at least so many, as far as 16 a step"
     )
     limits: dict[Identifier, tuple[StrictInt, StrictInt]] = Field(
         default_factory=dict, description="least and most of block sizes that it sums rightly with, whatever they cut"

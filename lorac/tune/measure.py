@@ -76,6 +76,7 @@ class Measurer:
     def _timed(self, site: Site, batches: list[Batch], calls: list[Chosen], *replays) -> list[Timed]:
         """Every call over every batch, all of one rank, their graphs replayed in turns."""
         steps = [self.workload.step(site.backend, site.rows, count, rank) for count, rank in batches]
+        _make_room()
         pool = torch.cuda.graph_pool_handle()
         found, graphs = [], []
         for chosen in calls:
@@ -162,6 +163,13 @@ class Measurer:
             module = backend_module(package.__name__, package.BACKENDS, site.backend)
             self._kernels[site.backend] = {kernel.name: kernel for kernel in module.KERNELS}
         return self._kernels[site.backend][site.kernel]
+
+
+def _make_room() -> None:
+    """Give back what graphs of before have left in their pools: inside a capture the allocator cannot."""
+    free, total = torch.cuda.mem_get_info()
+    if free < total // 2:
+        torch.cuda.empty_cache()
 
 
 def _bits(y: torch.Tensor) -> int:

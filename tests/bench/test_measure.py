@@ -61,6 +61,7 @@ def measurer(package, monkeypatch):
     """A measurer on the CPU, whose graphs never run and whose times are alike."""
     monkeypatch.setattr(measure, "capture", lambda run, pool: run)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2, 3))
     monkeypatch.setattr(measure, "interleaved", lambda graphs, *_: [Timing() for _ in graphs])
 
     def rows(site, launch):

@@ -43,6 +43,7 @@ def measurer(task, tmp_path, monkeypatch):
     """On the CPU: graphs never run, and their times are alike."""
     monkeypatch.setattr(measure, "capture", lambda run, pool: run)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2, 3))
     monkeypatch.setattr(measure, "interleaved", lambda graphs, *_: [Timing() for _ in graphs])
     emit(task.files, tmp_path / "generated" / "small")
     return measure.Measurer(load(tmp_path / "generated" / "small"), task.rows, task.batches, "cpu")

@@ -1383,17 +1383,22 @@ SHARES_LIMIT = tl.constexpr(MOST_SHARES)
 
 @triton.jit
 def _block_of_pairs(
-    topk_ids, tables, pairs, blocks, block, LORA: tl.constexpr, COMPARED: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    topk_ids, tables, pairs, blocks, block, LORA: tl.constexpr, ROWS: tl.constexpr, CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """(expert, pairs [BLOCK_M], which of them are live) of one block; expert -1 where there is no such block.
 
-    Up to COMPARED pairs are found without tables: of an expert's pairs, every BLOCK_M-th leads a block, the one whose
-    number it is. With COMPARED 0 `align` has made tables.
+    For one row each pair is a block. The pairs of up to ROWS rows are found without tables: of an expert's pairs, every
+    BLOCK_M-th leads a block, the one whose number it is. With ROWS 0 `align` has made tables.
     """
     i = tl.arange(0, BLOCK_M)
-    if COMPARED > 0:
-        other = tl.arange(0, COMPARED)
+    if ROWS == 1:
+        expert = tl.load(topk_ids + block)
+        expert = tl.where(expert < EXPERTS, expert, -1)
+        pair = tl.full((BLOCK_M,), 0, tl.int32) + block
+        live = i == 0
+    elif ROWS > 0:
+        other = tl.arange(0, ROWS * CHOICES)
         ids = tl.load(topk_ids + other, mask=other < pairs, other=-1)
         expert = tl.load(topk_ids + block)
         same = ids == expert
@@ -1462,17 +1467,46 @@ def _some_b(
 
 
 @triton.jit
-def _choices_b(
-    b, slot, rank, ids, first, n, n_live, TOGETHER: tl.constexpr, EXPERTS: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, BLOCK_R: tl.constexpr,
+def _both_b(
+    b, slot, rank, expert, n, n_live, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr
 ):  # fmt: skip
-    """Rows n of B of one slot and some of a row's experts, from choice `first` on, side by side."""
-    choice = tl.arange(0, ids.shape[0])
-    wanted = first + tl.arange(0, TOGETHER)
-    expert = tl.max(tl.where(choice[None, :] == wanted[:, None], ids[None, :], -1), 1)
-    some = tl.where(expert >= 0, slot, -1)
-    own = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)  # 0 where all experts share one B
-    return _some_b(b, some, tl.where(expert >= 0, rank, 0), own, n, n_live, EXPERTS, N, R, BLOCK_R)
+    """Rows n of gate's B and of up's side by side, of one slot and expert, [n, 2 * BLOCK_R]; a `rank` per column."""
+    column = tl.arange(0, 2 * BLOCK_R)
+    part = column // BLOCK_R
+    r = column % BLOCK_R
+    at = b + (tl.maximum(slot, 0).to(tl.int64) * EXPERTS + expert) * (2 * WIDTH * R)
+    mask = ((r // 16 * 16 < rank) & (r < R))[None, :]  # sixteen columns at once, as `_some_b` says
+    if n_live is not None:
+        mask = mask & n_live[:, None]
+    return tl.load(at + n[:, None] * R + (part * (WIDTH * R) + r)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _choices_b(
+    b, slot, rank, choices, row, n, n_live, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COUNT: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows n of B of one slot and a row's experts side by side, [n, COLUMNS], from choice `first` on."""
+    r = tl.arange(0, COLUMNS) % BLOCK_R
+    expert = _expert_of(choices, row, first * BLOCK_R, TOP_K, EXPERTS, BLOCK_R, COLUMNS)
+    own = tl.minimum(tl.maximum(expert, 0), COUNT - 1)  # 0 where all experts share one B
+    at = b + ((tl.maximum(slot, 0).to(tl.int64) * COUNT + own) * (N * R) + r)[None, :] + n[:, None] * R
+    # sixteen columns at once, as `_some_b` says
+    mask = ((tl.where(slot >= 0, expert, -1) >= 0) & (r // 16 * 16 < rank) & (r < R))[None, :]
+    if n_live is not None:
+        mask = mask & n_live[:, None]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _expert_of(
+    topk_ids, row, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The expert of each of a row's columns (choice, r) from `first` on, -1 where there is none."""
+    choice = (first + tl.arange(0, COLUMNS)) // BLOCK_R
+    # the columns of a choice share its expert: said so, what is loaded by it is loaded wide
+    expert = tl.max_constancy(tl.load(topk_ids + row * TOP_K + choice, mask=choice < TOP_K, other=-1), [BLOCK_R])
+    return tl.where(expert < EXPERTS, expert, -1)
 
 
 @triton.jit
@@ -1490,6 +1524,19 @@ def _some_a(
     if k_live is not None:
         mask = mask & k_live[None, :]
     return tl.load(at[:, None] + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _own_a(
+    a, slot, rank, expert, k, k_live, EXPERTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """Columns k of A of one slot and expert, [BLOCK_R, k], zero past its rank."""
+    r = tl.arange(0, BLOCK_R)
+    at = a + (tl.maximum(slot, 0).to(tl.int64) * EXPERTS + expert) * (R * K)
+    mask = (r < rank)[:, None]
+    if k_live is not None:
+        mask = mask & k_live[None, :]
+    return tl.load(at + r[:, None] * K + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -1513,18 +1560,23 @@ def _rows_of_h(h, pair, live, part, SLICES: tl.constexpr, BLOCK_R: tl.constexpr)
 
 
 @triton.jit
-def _shares_of_h(h, pair, live, pairs, SHARES: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Every share of h [SHARES rounded up, pairs, BLOCK_R], to be added once they are there; zero past SHARES."""
+def _shares_of_h(h, row, live, pairs, TOP_K: tl.constexpr, SHARES: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Every share of a row's h, [SHARES rounded up, choices * BLOCK_R], to be added once there; zero past SHARES."""
     BLOCKS: tl.constexpr = 1 if SHARES == 1 else 16 if SHARES <= 16 else SHARES_LIMIT
-    share = tl.arange(0, BLOCKS)[:, None, None]
-    at = h + (share * pairs.to(tl.int64) + pair[None, :, None]) * BLOCK_R + tl.arange(0, BLOCK_R)[None, None, :]
-    return tl.load(at, mask=live[None, :, None] & (share < SHARES), other=0.0, cache_modifier=".cg")
+    share = tl.arange(0, BLOCKS)[:, None]
+    at = h + (share * pairs.to(tl.int64) + row * TOP_K) * BLOCK_R + tl.arange(0, live.shape[0])[None, :]
+    return tl.load(at, mask=live[None, :] & (share < SHARES), other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def _product(matrix, vector):
     """The product of a matrix and one vector in fp32, on no tensor core: for a single row it saves the way there."""
     return tl.sum(matrix.to(tl.float32) * vector[None, :], 1)
+
+
+@triton.jit
+def _silu(value):
+    return value / (1.0 + tl.exp(-value))
 
 
 @triton.jit
@@ -1566,31 +1618,35 @@ def pair_activate_experts_gate_up(
     R: tl.constexpr = 16
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
-    MOST: tl.constexpr = SLOTS if ROWS != 1 else 1  # slots in a block
-    TOGETHER: tl.constexpr = FITTING if FITTING < MOST else MOST
+    TOGETHER: tl.constexpr = FITTING if FITTING < SLOTS else SLOTS
     LATE: tl.constexpr = RANK > 0 and SELF == 0  # h has its own launch
     SHRINKS_DOWN: tl.constexpr = RANK > 0 and AHEAD > 0 and TILES <= SHARES_LIMIT
-    if RANK > 0:
-        # what is known before the launch before has ended
+    # what is known before the launch before has ended
+    if RANK > 0 and ROWS == 1:
+        only = tl.load(row_slot)  # of all pairs
+        both = tl.arange(0, 2 * BLOCK_R)  # columns of h: of gate, then of up
+        part = both // BLOCK_R
+        own_rank = tl.where(only >= 0, tl.load(rank + tl.maximum(only, 0) * 2 + part), 0)
+        wanted = both % BLOCK_R < own_rank
+        if SELF > 0:
+            own_scale = tl.load(scale + tl.maximum(only, 0) * 2 + part)
+        if SHRINKS_DOWN:
+            rank_h = tl.load(rank_down + only, mask=only >= 0, other=0)
+            scale_h = tl.load(scale_down + only, mask=only >= 0, other=0.0)
+    elif RANK > 0:
         number = tl.arange(0, SLOTS)
         ranks_gate = tl.load(rank + number * 2, mask=number < 8, other=0)
         ranks_up = tl.load(rank + number * 2 + 1, mask=number < 8, other=0)
         if SHRINKS_DOWN:
             ranks_down = tl.load(rank_down + number, mask=number < 8, other=0)
-        if ROWS == 1:
-            only = tl.load(row_slot)  # of all pairs
-            if SELF > 0:
-                both = tl.arange(0, 2 * BLOCK_R)  # columns of h: of gate, then of up
-                self_part = tl.maximum(only, 0) * 2 + both // BLOCK_R
-                self_scale = tl.load(scale + self_part)
-                self_wanted = both % BLOCK_R < tl.where(only >= 0, tl.load(rank + self_part), 0)
     if not LATE:
         _after_previous(PDL)
     elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    block = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     expert, pair, live = _block_of_pairs(
-        topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS * CHOICES, EXPERTS, BLOCK_M
+        topk_ids, tables, pairs, blocks, block, RANK > 0, ROWS, CHOICES, EXPERTS, BLOCK_M
     )
     if expert < 0:
         if LATE and PDL:
@@ -1600,32 +1656,25 @@ def pair_activate_experts_gate_up(
 
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    if RANK > 0:
-        if ROWS == 1:
-            # all pairs of a block are of one row and one expert: what the first is, the others are
-            first_pair = tl.arange(0, BLOCK_M) == 0
-            slot = tl.where(live, only, -1)
-            present, place, count, own = 0, 0, (only >= 0).to(tl.int32), tl.where(slot >= 0, 0, -1)
-            some = only + tl.zeros((TOGETHER,), tl.int32)
-        else:
-            slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
-            present, place, count, own = _slots_of(slot, SLOTS)
-            some = _some_slots(present, place, 0, TOGETHER, SLOTS)
-        if SHRINKS_DOWN:
-            scale_h = tl.load(scale_down + slot, mask=slot >= 0, other=0.0)
+    if RANK > 0 and ROWS == 1:
         if SELF > 0:
-            self_a = a + (tl.maximum(only, 0).to(tl.int64) * A_EXPERTS + expert) * (2 * R * K)
-            self_at = self_a + (both // BLOCK_R * R + both % BLOCK_R)[:, None] * K + k[None, :]
-            self_h = tl.zeros((2 * BLOCK_R, BLOCK_M), tl.float32)
+            own_a = a + (tl.maximum(only, 0).to(tl.int64) * A_EXPERTS + expert) * (2 * R * K)
+            a_at = own_a + (part * R + both % BLOCK_R)[:, None] * K + k[None, :]
+            own_h = tl.zeros((2 * BLOCK_R, BLOCK_M), tl.float32)
         if EARLY > 0:
             # on their way while the base is summed
+            b_both = _both_b(b, only, own_rank, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
+    elif RANK > 0:
+        slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
+        present, place, count, own = _slots_of(slot, SLOTS)
+        some = _some_slots(present, place, 0, TOGETHER, SLOTS)
+        if SHRINKS_DOWN:
+            scale_h = tl.load(scale_down + slot, mask=slot >= 0, other=0.0)
+        if EARLY > 0:
             rank_gate = _ranks_of(some, ranks_gate, SLOTS)
             rank_up = _ranks_of(some, ranks_up, SLOTS)
             b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
             b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-            if SHRINKS_DOWN and ROWS == 1:
-                own_down = _ranks_of(some, ranks_down, SLOTS)
-                down_tile = _some_a(a_down, some, own_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
     gate_at = weight + expert.to(tl.int64) * (2 * WIDTH * K) + n[:, None] * K + k[None, :]
     up_at = gate_at + WIDTH * K
     x_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
@@ -1638,80 +1687,81 @@ def pair_activate_experts_gate_up(
         gate = tl.dot(gate_tile, x_tile, gate)
         up = tl.dot(up_tile, x_tile, up)
         if RANK > 0 and SELF > 0:
-            a_tile = tl.load(self_at, mask=self_wanted[:, None], other=0.0)
-            self_h = tl.dot(a_tile, x_tile, self_h)
-            self_at += BLOCK_K
+            a_tile = tl.load(a_at, mask=wanted[:, None], other=0.0)
+            own_h = tl.dot(a_tile, x_tile, own_h)
+            a_at += BLOCK_K
         gate_at += BLOCK_K
         up_at += BLOCK_K
         x_at += BLOCK_K
 
     if LATE and PDL:
         tl.extra.cuda.gdc_wait()
-    if SHRINKS_DOWN and ROWS == 1 and EARLY == 0:
-        # on its way together with B
-        own_down = _ranks_of(some, ranks_down, SLOTS)
-        down_tile = _some_a(a_down, some, own_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
-    if RANK > 0:
-        if count > 0:
-            if EARLY == 0:
-                rank_gate = _ranks_of(some, ranks_gate, SLOTS)
-                rank_up = _ranks_of(some, ranks_up, SLOTS)
-                b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-                b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-            if SELF == 0:
-                h_gate = _rows_of_h(h, pair, slot >= 0, 0, 2, BLOCK_R)
-                h_up = _rows_of_h(h, pair, slot >= 0, 1, 2, BLOCK_R)
-            if EARLY > 0 and PDL:
-                b_gate = _not_before(b_gate)
-                b_up = _not_before(b_up)
-            if ROWS == 1:
-                if SELF > 0:
-                    halves = tl.sum(tl.where(first_pair[None, :], self_h, 0.0), 1) * self_scale
-                    halves = tl.reshape(halves, [2, BLOCK_R])
-                    first_half = tl.arange(0, 2)[:, None] == 0
-                    only_gate = tl.sum(tl.where(first_half, halves, 0.0), 0)
-                    only_up = tl.sum(tl.where(first_half, 0.0, halves), 0)
-                else:
-                    only_gate = tl.sum(tl.where(first_pair[:, None], h_gate, 0.0), 0)
-                    only_up = tl.sum(tl.where(first_pair[:, None], h_up, 0.0), 0)
-                gate += _product(b_gate, only_gate)[:, None]
-                up += _product(b_up, only_up)[:, None]
+    if ROWS == 1:
+        # without an adapter ranks are 0: nothing of it is read, and zeros are added
+        if RANK > 0 and EARLY == 0:
+            b_both = _both_b(b, only, own_rank, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
+        if SHRINKS_DOWN:
+            a_row = _own_a(a_down, only, rank_h, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
+        gate_row = tl.sum(gate, 1)  # all other columns are zero
+        up_row = tl.sum(up, 1)
+        if RANK > 0:
+            if SELF > 0:
+                h_row = tl.sum(own_h, 1) * own_scale
             else:
-                wide_gate = _beside(h_gate, own, 0, b_gate, TOGETHER, BLOCK_R)
-                wide_up = _beside(h_up, own, 0, b_up, TOGETHER, BLOCK_R)
-                gate = tl.dot(b_gate, wide_gate, gate)
-                up = tl.dot(b_up, wide_up, up)
-            if ROWS != 1 and TOGETHER < SLOTS and TOGETHER < BLOCK_M:
-                for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
-                    some = _some_slots(present, place, first, TOGETHER, SLOTS)
+                h_at = h + block * (2 * BLOCK_R) + both
+                h_row = tl.load(h_at, mask=wanted, other=0.0, cache_modifier=".cg")
+            if EARLY > 0 and PDL:
+                b_both = _not_before(b_both)
+            gate_row += _product(b_both, tl.where(part == 0, h_row, 0.0))
+            up_row += _product(b_both, tl.where(part == 0, 0.0, h_row))
+        value_row = (_silu(gate_row) * up_row).to(act.dtype.element_ty)
+        tl.store(act + block * WIDTH + n, value_row)
+        if SHRINKS_DOWN:
+            share = _product(a_row, value_row.to(tl.float32)) * scale_h
+            tl.store(h_down + (tile * pairs + block) * BLOCK_R + tl.arange(0, BLOCK_R), share)
+    else:
+        if RANK > 0:
+            if count > 0:
+                if EARLY == 0:
                     rank_gate = _ranks_of(some, ranks_gate, SLOTS)
                     rank_up = _ranks_of(some, ranks_up, SLOTS)
                     b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
                     b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
-                    wide_gate = _beside(h_gate, own, first, b_gate, TOGETHER, BLOCK_R)
-                    wide_up = _beside(h_up, own, first, b_up, TOGETHER, BLOCK_R)
-                    gate = tl.dot(b_gate, wide_gate, gate)
-                    up = tl.dot(b_up, wide_up, up)
+                h_gate = _rows_of_h(h, pair, slot >= 0, 0, 2, BLOCK_R)
+                h_up = _rows_of_h(h, pair, slot >= 0, 1, 2, BLOCK_R)
+                if EARLY > 0 and PDL:
+                    b_gate = _not_before(b_gate)
+                    b_up = _not_before(b_up)
+                wide_gate = _beside(h_gate, own, 0, b_gate, TOGETHER, BLOCK_R)
+                wide_up = _beside(h_up, own, 0, b_up, TOGETHER, BLOCK_R)
+                gate = tl.dot(b_gate, wide_gate, gate)
+                up = tl.dot(b_up, wide_up, up)
+                if TOGETHER < SLOTS and TOGETHER < BLOCK_M:
+                    for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
+                        some = _some_slots(present, place, first, TOGETHER, SLOTS)
+                        rank_gate = _ranks_of(some, ranks_gate, SLOTS)
+                        rank_up = _ranks_of(some, ranks_up, SLOTS)
+                        b_gate = _some_b(b, some, rank_gate, expert, n, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+                        b_up = _some_b(b, some, rank_up, expert, n + WIDTH, None, EXPERTS, 2 * WIDTH, R, BLOCK_R)
+                        wide_gate = _beside(h_gate, own, first, b_gate, TOGETHER, BLOCK_R)
+                        wide_up = _beside(h_up, own, first, b_up, TOGETHER, BLOCK_R)
+                        gate = tl.dot(b_gate, wide_gate, gate)
+                        up = tl.dot(b_up, wide_up, up)
 
-    value = (gate / (1.0 + tl.exp(-gate)) * up).to(act.dtype.element_ty)
-    at = pair.to(tl.int64)[None, :] * WIDTH + n[:, None]
-    tl.store(act + at, value, mask=live[None, :])
+        value = (_silu(gate) * up).to(act.dtype.element_ty)
+        at = pair.to(tl.int64)[None, :] * WIDTH + n[:, None]
+        tl.store(act + at, value, mask=live[None, :])
 
-    if SHRINKS_DOWN:
-        column = tl.arange(0, TOGETHER * BLOCK_R)
-        h_at = h_down + (tile * pairs.to(tl.int64) + pair)[None, :] * BLOCK_R + (column % BLOCK_R)[:, None]
-        for first in tl.range(0, count, TOGETHER, num_stages=1):
-            if ROWS != 1:
+        if SHRINKS_DOWN:
+            column = tl.arange(0, TOGETHER * BLOCK_R)
+            h_at = h_down + (tile * pairs.to(tl.int64) + pair)[None, :] * BLOCK_R + (column % BLOCK_R)[:, None]
+            for first in tl.range(0, count, TOGETHER, num_stages=1):
                 some = _some_slots(present, place, first, TOGETHER, SLOTS)
                 own_down = _ranks_of(some, ranks_down, SLOTS)
                 down_tile = _some_a(a_down, some, own_down, expert, n, None, EXPERTS, WIDTH, R, BLOCK_R)
-            if ROWS == 1:
-                only_value = tl.sum(tl.where(first_pair[None, :], value.to(tl.float32), 0.0), 1)
-                part = tl.broadcast_to(_product(down_tile, only_value)[:, None], [TOGETHER * BLOCK_R, BLOCK_M])
-            else:
                 part = tl.dot(down_tile, value)
-            mine = own[None, :] == (first + column // BLOCK_R)[:, None]
-            tl.store(h_at, part * scale_h[None, :], mask=mine & live[None, :])
+                mine = own[None, :] == (first + column // BLOCK_R)[:, None]
+                tl.store(h_at, part * scale_h[None, :], mask=mine & live[None, :])
 
 
 PAIR_ACTIVATE_EXPERTS_GATE_UP = Kernel(
@@ -1738,13 +1788,13 @@ PAIR_ACTIVATE_EXPERTS_GATE_UP = Kernel(
     ("RANK", "ROWS", "SELF", "AHEAD", "EARLY", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 6, True, 0, 1, 1, 1, 0, 16, 64, 64, 16, 16, 1),
+        (1, 0, 0, 4, 6, True, 0, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
         (2, 0, 0, 4, 5, True, 0, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
         (16, 0, 0, 4, 5, True, 0, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
         (128, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
         (256, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 32, 64, 64, 16, 128, 1),
         (0, 0, 0, 4, 4, True, 0, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
-        (1, 16, -1, 4, 6, True, 16, 1, 1, 1, 0, 16, 64, 64, 16, 16, 1),
+        (1, 16, -1, 4, 6, True, 16, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
         (2, 16, -1, 4, 5, True, 16, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
         (16, 16, -1, 4, 5, True, 16, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
         (128, 16, -1, 4, 5, True, 16, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
@@ -2264,7 +2314,7 @@ def pair_project_experts_down(
     elif PDL:
         tl.extra.cuda.gdc_launch_dependents()
     expert, pair, live = _block_of_pairs(
-        topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS * CHOICES, EXPERTS, BLOCK_M
+        topk_ids, tables, pairs, blocks, tl.program_id(0) // TILES, RANK > 0, ROWS, CHOICES, EXPERTS, BLOCK_M
     )
     if expert < 0:
         if RANK > 0 and PDL:
@@ -2359,12 +2409,13 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
 def row_project_experts_down(
     act, weight, b, rank, h, out, topk_ids, topk_weights, row_slot, pairs,
     RANK: tl.constexpr, AHEAD: tl.constexpr, BLOCK_UP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[row, n] = the sum over a row's experts of router weight * (W2 act + B h): down for so few rows that two
     seldom meet in an expert. One program: BLOCK_N features of one row.
 
-    One loop over all of the row's experts keeps the pipeline full; a column of the accumulator belongs to one of them.
+    One loop over all of the row's experts keeps the pipeline full. It sums on no tensor core: for one row those would
+    wait for one another's sums longer than for the weights.
     """
     K: tl.constexpr = 768
     N: tl.constexpr = 2048
@@ -2377,59 +2428,68 @@ def row_project_experts_down(
     SHARES: tl.constexpr = UP_TILES if AHEAD > 0 and UP_TILES <= SHARES_LIMIT else 1
     FITTING: tl.constexpr = BLOCK_C // BLOCK_R if BLOCK_C > BLOCK_R else 1
     TOGETHER: tl.constexpr = FITTING if FITTING < CHOICES else CHOICES
+    WIDTH: tl.constexpr = TOGETHER * BLOCK_R  # columns of B at once
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    ONCE: tl.constexpr = TOGETHER >= TOP_K  # B of all of a row's experts is one tile
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    ONCE: tl.constexpr = TOGETHER == CHOICES  # B of all of a row's experts is one tile
+    STEPS: tl.constexpr = (K + UNROLL * BLOCK_K - 1) // (UNROLL * BLOCK_K)
+    EVEN: tl.constexpr = K % (UNROLL * BLOCK_K) == 0
     # the launch before has itself waited for the routing
     row = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     j = tl.arange(0, CHOICES)
-    pair = row * TOP_K + j
-    ids = tl.load(topk_ids + pair, mask=j < TOP_K, other=-1)
+    ids = tl.load(topk_ids + row * TOP_K + j, mask=j < TOP_K, other=-1)
     ids = tl.where(ids < EXPERTS, ids, -1)
-    weights = tl.load(topk_weights + pair, mask=ids >= 0, other=0.0)
+    weights = tl.load(topk_weights + row * TOP_K + j, mask=ids >= 0, other=0.0)
     if RANK > 0:
         slot = tl.load(row_slot + row)
         row_rank = tl.load(rank + slot, mask=slot >= 0, other=0)
-        served = tl.where(slot >= 0, ids, -1) >= 0
+        column = tl.arange(0, CHOICES * BLOCK_R)  # of a row's h: (choice, r)
+        expert_h = _expert_of(topk_ids, row, 0, TOP_K, EXPERTS, BLOCK_R, CHOICES * BLOCK_R)
+        served = tl.where(slot >= 0, expert_h, -1) >= 0
+        weight_h = tl.load(topk_weights + row * TOP_K + column // BLOCK_R, mask=served, other=0.0)
         if ONCE:
             # on its way while the base is summed
             b_tile = _choices_b(
-                b, slot, row_rank, ids, 0, n, None, TOGETHER, B_EXPERTS, N, R, BLOCK_R
+                b, slot, row_rank, topk_ids, row, n, None, 0, TOP_K, EXPERTS, B_EXPERTS, N, R, BLOCK_R, WIDTH
             )  # fmt: skip
     _after_previous(PDL)
     if RANK > 0:
-        shares = _shares_of_h(h, pair, served, pairs, SHARES, BLOCK_R)
-    acc = tl.zeros((BLOCK_N, CHOICES), tl.float32)
-    for step in range(TOP_K * STEPS):
+        shares = _shares_of_h(h, row, served, pairs, TOP_K, SHARES, BLOCK_R)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    delta = tl.zeros((BLOCK_N,), tl.float32)
+    for step in tl.range(TOP_K * STEPS, num_stages=STAGES):
         choice = step // STEPS
-        first = step % STEPS * BLOCK_K
         expert = tl.max(tl.where(j == choice, ids, -1), 0)
-        w_at = weight + tl.maximum(expert, 0).to(tl.int64) * (N * K) + n[:, None] * K + (first + k)[None, :]
-        act_at = act + pair.to(tl.int64)[None, :] * K + (first + k)[:, None]
-        here = (j == choice) & (ids >= 0)
+        weight_act = tl.sum(tl.where(j == choice, weights, 0.0), 0)
+        w_at = weight + tl.maximum(expert, 0).to(tl.int64) * (N * K) + n[:, None] * K
+        act_at = act + (row * TOP_K + choice).to(tl.int64) * K
         w_live = (n * 0 + expert >= 0)[:, None]
-        w_tile = tl.load(w_at, mask=w_live, other=0.0)
-        act_tile = tl.load(act_at, mask=here[None, :], other=0.0)
-        acc = tl.dot(w_tile, act_tile, acc)
+        live = k * 0 + expert >= 0
+        for piece in tl.static_range(UNROLL):
+            at = (step % STEPS * UNROLL + piece) * BLOCK_K + k
+            inside = live if EVEN else live & (at < K)
+            w_tile = tl.load(w_at + at[None, :], mask=w_live & inside[None, :], other=0.0)
+            act_tile = tl.load(act_at + at, mask=inside, other=0.0)
+            acc += w_tile.to(tl.float32) * (act_tile.to(tl.float32) * weight_act)[None, :]
+        if RANK > 0 and ONCE:
+            if step == TOP_K * STEPS // 2:
+                # beside the loads in flight: after the loop it would take its time alone
+                h_row = tl.sum(_not_before(shares) if PDL else shares, 0) * weight_h
+                delta = _product(_not_before(b_tile) if PDL else b_tile, h_row)
 
-    total = tl.sum(acc * weights[None, :], 1)
-    if RANK > 0:
-        if PDL:
-            shares = _not_before(shares)
-        weighted = tl.sum(shares, 0) * weights[:, None]
-        weighted = tl.reshape(weighted, [CHOICES // TOGETHER, TOGETHER * BLOCK_R])
+    total = tl.sum(acc, 1)
+    if RANK > 0 and ONCE:
+        total += delta
+    elif RANK > 0:
+        h_row = tl.sum(_not_before(shares) if PDL else shares, 0) * weight_h
+        parts = tl.reshape(h_row, [CHOICES // TOGETHER, WIDTH])
         place = tl.arange(0, CHOICES // TOGETHER)[:, None] * TOGETHER
-        if slot >= 0:
-            for first in tl.static_range(0, TOP_K, TOGETHER):
-                if not ONCE:
-                    b_tile = _choices_b(
-                        b, slot, row_rank, ids, first, n, None, TOGETHER, B_EXPERTS, N, R, BLOCK_R
-                    )  # fmt: skip
-                elif PDL:
-                    b_tile = _not_before(b_tile)
-                total += _product(b_tile, tl.sum(tl.where(place == first, weighted, 0.0), 0))
+        for first in tl.static_range(0, TOP_K, TOGETHER):
+            b_tile = _choices_b(
+                b, slot, row_rank, topk_ids, row, n, None, first, TOP_K, EXPERTS, B_EXPERTS, N, R, BLOCK_R, WIDTH
+            )  # fmt: skip
+            total += _product(b_tile, tl.sum(tl.where(place == first, parts, 0.0), 0))
 
     tl.store(out + row.to(tl.int64) * N + n, total.to(out.dtype.element_ty))
 
@@ -2448,11 +2508,11 @@ ROW_PROJECT_EXPERTS_DOWN = Kernel(
         "row_slot": "*i32",
         "pairs": "i32",
     },
-    ("RANK", "AHEAD", "BLOCK_UP", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
+    ("RANK", "AHEAD", "BLOCK_UP", "BLOCK_N", "BLOCK_K", "UNROLL", "BLOCK_R", "BLOCK_C", "STAGES", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (2, 0, 0, 4, 6, True, 0, 1, 64, 32, 256, 16, 128, 1),
-        (2, 16, -1, 4, 6, True, 16, 1, 64, 32, 256, 16, 128, 1),
+        (2, 0, 0, 4, 4, True, 0, 1, 64, 16, 256, 3, 16, 128, 4, 1),
+        (2, 16, -1, 4, 4, True, 16, 1, 64, 16, 256, 3, 16, 128, 4, 1),
     ),
 )
 
