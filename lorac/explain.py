@@ -65,6 +65,7 @@ def _memory(plan: Plan) -> str:
     rows = []
     for module in plan.modules:
         a, b, *small = (bytes_of[f"{name}.{module.name}"] for name in ("a", "b", "rank", "scale"))
+        b += sum(bytes_of[f"b.{module.name}.{width}"] for width in module.narrow)
         slices = " + ".join(f"{part.name} {part.width}" for part in module.slices)
         experts = f" x {module.local_experts} experts" if module.experts else ""
         total = a + b + sum(small)

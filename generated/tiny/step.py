@@ -128,7 +128,8 @@ def route(
     row_slot = maps + index * map_stride
     order = row_slot + rows_room
     spans = order + rows_room
-    seg_slot = spans + ((rows_room + BLOCK - 1) // BLOCK + 15) // 16 * 16
+    units_room = ((rows_room + BLOCK - 1) // BLOCK + 15) // 16 * 16
+    seg_slot = spans + units_room
     seg_start = seg_slot + segments_room
     seg_end = seg_start + segments_room
     active = seg_end + segments_room

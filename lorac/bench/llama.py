@@ -156,6 +156,7 @@ def filled_slots(package: ModuleType, device: str | torch.device, ranks: list[in
                     )
                 b[:, :, slot, :rank].normal_(generator=generator).mul_(rank**-0.5)
                 ranks_of[:, slot], scale[:, slot] = rank, 1.0
+            self.renew_copies()
 
     slots = Filled(device)
     generator = torch.Generator(slots.device).manual_seed(seed)

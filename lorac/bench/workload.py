@@ -187,4 +187,5 @@ def _full_slots(package: ModuleType, workload: Workload):
             b.normal_(generator=generator).mul_(package.LAYOUT.max_rank**-0.5)
             rank.fill_(package.LAYOUT.max_rank)
             scale.copy_(scales.expand_as(scale))  # an adapter's is the same everywhere, as engines have it
+    slots.renew_copies()
     return slots

@@ -10,7 +10,7 @@ from lorac.runtime.room import numbers
 
 
 def slot_buffers(modules: tuple[ModulePlan, ...], slots: int, max_rank: int, dtype: str) -> tuple[Buffer, ...]:
-    """A, B, rank and scale of every module, over all its instances and slots."""
+    """A, B, its narrower copies, rank and scale of every module, over all its instances and slots."""
     buffers = []
     for module in modules:
         slices = len(module.slices)
@@ -18,6 +18,10 @@ def slot_buffers(modules: tuple[ModulePlan, ...], slots: int, max_rank: int, dty
         for name, shape in (("a", a_shape(module, slots, max_rank)), ("b", b_shape(module, slots, max_rank))):
             size = prod(shape) * ITEMSIZE[dtype]
             buffers.append(Buffer(f"{name}.{module.name}", shape, dtype, size, f"{name.upper()} of every slot"))
+        for width in module.narrow:
+            shape = b_shape(module, slots, width)
+            purpose = f"B of every slot at {width} columns"
+            buffers.append(Buffer(f"b.{module.name}.{width}", shape, dtype, prod(shape) * ITEMSIZE[dtype], purpose))
         buffers.append(Buffer(f"rank.{module.name}", tables, "int32", 4 * prod(tables), "rank of every slot"))
         buffers.append(Buffer(f"scale.{module.name}", tables, "float32", 4 * prod(tables), "scaling of every slot"))
     return tuple(buffers)
@@ -47,9 +51,12 @@ def room(decode: DecodePlan, prefill: PrefillPlan) -> tuple[int, int]:
     return max((*decode.buckets, *prefill.buckets, 1)), max((*decode.buckets, requests, 1))
 
 
-def metadata_buffer(rows: int, requests: int, segments: int, slots: int) -> Buffer:
-    """The step's int32 metadata: its maps of rows, segments and slots, and what the host sends of them."""
-    count = numbers(rows, requests, segments, slots)
+def metadata_buffer(rows: int, requests: int, segments: int, slots: int, widths: int) -> Buffer:
+    """The step's int32 metadata: its maps of rows, segments and slots, and what the host sends of them.
+
+    `widths` counts those that B is kept at.
+    """
+    count = numbers(rows, requests, segments, slots, widths)
     return Buffer("metadata", (count,), "int32", 4 * count, "rows, segments and requests of one step")
 
 

@@ -47,6 +47,11 @@ def make_plan(spec: Spec, shapes: Shapes, declarations: dict[str, Declaration], 
         )
     if problems:
         raise SpecError(problems)
+    planned = _with_copies(planned, backends, kernels.narrow_widths(kernels.kernel_ranks(resolved, max_rank), max_rank))
+    if copied := max(module.narrow for module in planned):
+        columns = " and ".join(map(str, copied))
+        reason = "a batch of a variant of such rank does not read the columns of a larger one"
+        notes.append(Decision("copies of B", f"with {columns} columns a slot, for modules read in whole tiles", reason))
     memory = _buffers(spec, planned, backends, decode, prefill)
     return Plan(
         name=spec.name,
@@ -162,6 +167,13 @@ def _backend(
     ), notes
 
 
+def _with_copies(planned, backends: list[BackendPlan], widths: tuple[int, ...]) -> tuple[ModulePlan, ...]:
+    """The modules, with copies of B for those that some backend reads in whole tiles."""
+    every = (kernel for backend in backends for kernel in backend.kernels)
+    tiled = {kernel.module for kernel in every if dict(kernel.arguments).get("b", "").startswith("tile<")}
+    return tuple(replace(module, narrow=widths if module.name in tiled else ()) for module in planned)
+
+
 def _decode_buckets(decode: DecodePlan, rule: Segments, slots: int, resolved) -> tuple[BucketPlan, ...]:
     return tuple(
         BucketPlan(rows, decode_grid(rule, rows, slots), variants.occurring(resolved, rows)) for rows in decode.buckets
@@ -189,5 +201,5 @@ def _buffers(spec: Spec, planned, backends: list[BackendPlan], decode: DecodePla
         backends[index] = replace(backend, scratch=tuple(sorted(sizes.items())))
     return (
         *buffers.slot_buffers(planned, slots, spec.adapters.max_rank, spec.dtype),
-        buffers.metadata_buffer(rows, requests, entries, slots),
+        buffers.metadata_buffer(rows, requests, entries, slots, 1 + max(len(module.narrow) for module in planned)),
     )

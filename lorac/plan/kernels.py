@@ -140,6 +140,15 @@ def kernel_ranks(variants: tuple[Variant, ...], max_rank: int) -> tuple[int, ...
     return tuple(sorted({variant.rank for variant in variants if variant.adapters} | {max_rank}))
 
 
+def narrow_widths(ranks: tuple[int, ...], max_rank: int) -> tuple[int, ...]:
+    """Columns per slot, below R, at which B is kept once more for kernels that read it in whole tiles.
+
+    Those read every column of a slot; others read no more than they need. Sixteen columns are what one step of
+    tl.dot takes.
+    """
+    return tuple(sorted({width for width in (-(-rank // 16) * 16 for rank in ranks) if width < max_rank}))
+
+
 def kernel_adapters(variants: tuple[Variant, ...], slots: int) -> tuple[int, ...]:
     """The numbers of adapters kernels are specialised for: one, each variant's bound, and all slots."""
     return tuple(sorted({1, slots, *(variant.adapters for variant in variants if variant.adapters)}))

@@ -41,6 +41,7 @@ class ModulePlan:
     local_experts: int  # on this rank; 0 where the module has none
     shared_a: bool
     shared_b: bool
+    narrow: tuple[int, ...] = ()  # columns a slot has in further copies of B, for batches of that rank or below
 
     @property
     def instances(self) -> int:
@@ -217,6 +218,11 @@ class Plan:
     buffers: tuple[Buffer, ...]
     decisions: tuple[Decision, ...]
     targets: tuple[str, ...]
+
+    @property
+    def narrow(self) -> tuple[int, ...]:
+        """Widths of the copies of B, of whatever module has them."""
+        return max((module.narrow for module in self.modules), default=())
 
     def module(self, name: str) -> ModulePlan:
         """The module of that name."""

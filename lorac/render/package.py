@@ -99,7 +99,8 @@ def _check_parameters(env, template: str, backend: BackendPlan, folder: Path) ->
 
 def _package(plan: Plan) -> dict:
     names = ("name", "family", "dtype", "slots", "max_rank", "layers", "hidden", "vocab", "tied", "tp", "ep")
-    return {name: getattr(plan, name) for name in names} | {"unit": UNIT, "span": SPAN}
+    widths = (plan.max_rank, *plan.narrow)
+    return {name: getattr(plan, name) for name in names} | {"unit": UNIT, "span": SPAN, "widths": widths}
 
 
 def _module(module: ModulePlan) -> dict:

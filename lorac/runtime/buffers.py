@@ -12,6 +12,21 @@ if TYPE_CHECKING:
     from lorac.runtime.adapters.pack import Block, Tables
 
 
+class Instance(tuple):
+    """(a, b, rank, scale) of a module in one layer; `narrow` has the copies of b by their width, narrow to wide."""
+
+    narrow: dict[int, torch.Tensor]
+
+    def narrowest(self, rank: int, spans: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The narrowest B that adapters of `rank` fit in, as a matrix [out, slots * width], and the spans it has in a
+        map.
+        """
+        for place, (width, copy) in enumerate(self.narrow.items(), 1):
+            if rank <= width:
+                return copy.flatten(1), spans[place]
+        return self[1].flatten(1), spans[0]
+
+
 class Buffers:
     """One tensor per module and table, zero where no adapter is. Per module of `layout`:
 
@@ -19,6 +34,8 @@ class Buffers:
     b: [instances, out, slots, R]
     of experts, a: [instances, slots, experts, slices * R, in], b: [instances, slots, experts, out, R]
     rank, scale: [instances, slots, slices], int32 and float32; rank 0 where the slot has nothing
+    narrow: copies of b by the columns a slot has in them, for kernels that read all columns of a slot; of adapters
+        that fit
 
     On a CUDA device an adapter is copied to a staging buffer first (`stage`), beside running work, and then spread into
     its slot on the device (`commit`), which is short. `staging` grows to the largest adapter and stays.
@@ -27,12 +44,17 @@ class Buffers:
     def __init__(self, layout: Layout, device: torch.device):
         self.layout, self.device = layout, device
         self.a, self.b, self.rank, self.scale = {}, {}, {}, {}
+        self.narrow: dict[str, dict[int, torch.Tensor]] = {}
         dtype = getattr(torch, layout.dtype)
         for module in layout.modules:
             for tables, (shape, kind) in zip(
                 (self.a, self.b, self.rank, self.scale), shapes(module, layout), strict=True
             ):
                 tables[module.name] = torch.zeros(shape, dtype=kind or dtype, device=device)
+            shape = self.b[module.name].shape[:-1]
+            self.narrow[module.name] = {
+                width: torch.zeros(*shape, width, dtype=dtype, device=device) for width in module.narrow
+            }
         self._extents: list[dict[str, int]] = [{} for _ in range(layout.slots)]  # the rank each slot's tables hold
         self._tables: dict[tuple[str, int], Tables] = {}  # views by module and slot: making them costs as a launch does
         self._cuda = device.type == "cuda"
@@ -50,7 +72,20 @@ class Buffers:
     def bytes(self) -> dict[str, int]:
         """Bytes of each module's tables."""
         every = (self.a, self.b, self.rank, self.scale)
-        return {name: sum(tables[name].nbytes for tables in every) for name in self.a}
+        copies = {name: sum(copy.nbytes for copy in of.values()) for name, of in self.narrow.items()}
+        return {name: copies[name] + sum(tables[name].nbytes for tables in every) for name in self.a}
+
+    def instance(self, module: str, index: int) -> Instance:
+        """A module's tensors in the `index`-th of the layers that have it."""
+        made = Instance(table[module][index] for table in (self.a, self.b, self.rank, self.scale))
+        made.narrow = {width: copy[index] for width, copy in self.narrow[module].items()}
+        return made
+
+    def renew_copies(self) -> None:
+        """Make the copies of B again, for who has written to `b` itself."""
+        for name, copies in self.narrow.items():
+            for width, copy in copies.items():
+                copy.copy_(self.b[name][..., :width])
 
     def stage(self, adapter: "Adapter") -> torch.Tensor:
         """The adapter's bytes on the device, when they have arrived; may run beside steps, and changes no slot.
@@ -105,6 +140,8 @@ class Buffers:
             tables = self._slot_tables(self.layout.by_name[name], slot)
             tables.a[..., covered:held, :].zero_()
             tables.b[..., covered:held].zero_()
+            for width, copy in self._copies(name, slot):
+                copy[..., min(covered, width) : held].zero_()
             if not covered:
                 tables.rank.zero_()
                 tables.scale.zero_()
@@ -113,9 +150,16 @@ class Buffers:
             # the embedding's A has a row per token, and its rank last
             tables.a[..., : block.rank, :].copy_(source.a.mT if block.module.kind == "embedding" else source.a)
             tables.b[..., : block.rank].copy_(source.b)
+            for width, copy in self._copies(block.module.name, slot):
+                if block.rank <= width:
+                    copy[..., : block.rank].copy_(source.b)
             tables.rank.copy_(source.rank)
             tables.scale.copy_(source.scale)
         self._extents[slot] = new
+
+    def _copies(self, name: str, slot: int) -> list[tuple[int, torch.Tensor]]:
+        """One slot's part of a module's copies of B, [instances, out, width]."""
+        return [(width, copy[:, :, slot]) for width, copy in self.narrow[name].items()]
 
     def _slot_tables(self, module: Module, slot: int) -> "Tables":
         """One slot's part of a module's tables: a [..., R, in], b [..., out, R]."""

@@ -44,6 +44,7 @@ class Module:
     layers: tuple[int, ...]
     sharding: str  # column | row | replicated
     experts: ExpertLayout | None = None
+    narrow: tuple[int, ...] = ()  # columns a slot has in further copies of B
 
     @cached_property
     def out_features(self) -> int:
@@ -77,6 +78,11 @@ class Layout:
     tp: int
     ep: int
     modules: tuple[Module, ...]
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The columns a slot has in B, and in each copy of it that some module has."""
+        return (self.max_rank, *max((module.narrow for module in self.modules), default=()))
 
     @cached_property
     def by_name(self) -> dict[str, Module]:

@@ -24,7 +24,8 @@ class RowMap(NamedTuple):
 
     row_slot: torch.Tensor  # [rows] slot per row, -1 for base rows and padding
     order: torch.Tensor  # [rows] rows sorted by slot, base rows left out
-    spans: torch.Tensor  # [rows / UNIT] as bits, the spans of B's columns that UNIT rows need; of up to 32 spans
+    # [widths of B, rows / UNIT] as bits, the spans of B's columns that UNIT rows need; of up to 32 spans
+    spans: torch.Tensor
     seg_slot: torch.Tensor  # [segments] slot per segment, -1 unused
     seg_start: torch.Tensor  # [segments] first position in `order`
     seg_end: torch.Tensor  # [segments] one past the last position
@@ -32,16 +33,22 @@ class RowMap(NamedTuple):
 
 
 class Metadata:
-    """Room for `rows` rows, `requests` requests and `segments` segments, on one device."""
+    """Room for `rows` rows, `requests` requests and `segments` segments, on one device.
 
-    def __init__(self, rows: int, requests: int, segments: int, slots: int, max_rank: int, device: torch.device):
+    `widths` are the columns a slot has in B and in each of its copies.
+    """
+
+    def __init__(
+        self, rows: int, requests: int, segments: int, slots: int, widths: tuple[int, ...], device: torch.device
+    ):
         rows, segments = round_up(rows), round_up(segments)
         self.rows, self.requests, self.segments, self.slots = rows, requests, segments, slots
-        self.max_rank = max_rank
+        self.widths = widths
         self.device = device
-        sizes = map_sizes(rows, segments, slots)
+        sizes = map_sizes(rows, segments, slots, len(widths))
         self.tensors = torch.full((MAPS, sum(sizes)), -1, dtype=torch.int32, device=device)
-        self.maps = tuple(RowMap(*self.tensors[m].split(sizes)) for m in range(MAPS))
+        flat = (RowMap(*self.tensors[m].split(sizes)) for m in range(MAPS))
+        self.maps = tuple(of._replace(spans=of.spans.view(len(widths), -1)) for of in flat)
         self.table = table_size(requests)
         self.packed = torch.zeros(MAPS * (HEADER + self.table), dtype=torch.int32, device=device)
         self.routes: dict[bool, Callable[[], None]] = {}  # launches that derive `tensors`: rows by request, or not

@@ -14,9 +14,12 @@ def round_up(count: int) -> int:
     return -(-count // 16) * 16
 
 
-def map_sizes(rows: int, segments: int, slots: int) -> tuple[int, ...]:
-    """Of one map: slot and order of every row, the spans, slot, start and end of every segment, the active slots."""
-    return (*[round_up(rows)] * 2, round_up(-(-rows // UNIT)), *[round_up(segments)] * 3, round_up(slots))
+def map_sizes(rows: int, segments: int, slots: int, widths: int) -> tuple[int, ...]:
+    """Of one map: slot and order of every row, the spans at each of the widths B is kept at, slot, start and end of
+    every segment, the active slots.
+    """
+    spans = widths * round_up(-(-rows // UNIT))
+    return (*[round_up(rows)] * 2, spans, *[round_up(segments)] * 3, round_up(slots))
 
 
 def table_size(requests: int) -> int:
@@ -24,6 +27,6 @@ def table_size(requests: int) -> int:
     return 2 * requests + 1
 
 
-def numbers(rows: int, requests: int, segments: int, slots: int) -> int:
+def numbers(rows: int, requests: int, segments: int, slots: int, widths: int) -> int:
     """Of everything together."""
-    return MAPS * (sum(map_sizes(rows, segments, slots)) + HEADER + table_size(requests))
+    return MAPS * (sum(map_sizes(rows, segments, slots, widths)) + HEADER + table_size(requests))

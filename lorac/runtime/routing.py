@@ -47,16 +47,17 @@ def on_host(metadata: Metadata, batches: list[tuple[list[int], list[int], int, i
         _fill(row_map.row_slot, row_slot)
         _fill(row_map.order, order)
         units = range(0, metadata.rows, UNIT)
-        _fill(row_map.spans, [_spans(row_slot[at : at + UNIT], metadata.max_rank) for at in units])
+        for spans, width in zip(row_map.spans, metadata.widths, strict=True):
+            _fill(spans, [_spans(row_slot[at : at + UNIT], width) for at in units])
         _fill(row_map.seg_slot, [slot for slot, _, _ in segments])
         _fill(row_map.seg_start, [start for _, start, _ in segments], 0)
         _fill(row_map.seg_end, [end for _, _, end in segments], 0)
         _fill(row_map.active, [slot for slot, members in by_slot.items() if members])
 
 
-def _spans(slots: list[int], rank: int) -> int:
+def _spans(slots: list[int], width: int) -> int:
     """The spans that hold columns of those slots, as the bits of an int32."""
-    columns = {slot * rank + column for slot in set(slots) - {-1} for column in range(rank)}
+    columns = {slot * width + column for slot in set(slots) - {-1} for column in range(width)}
     bits = sum({1 << (column // SPAN) for column in columns}) % 2**32
     return bits - 2**32 if bits >= 2**31 else bits
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lorac.runtime.buffers import Buffers
+from lorac.runtime.buffers import Buffers, Instance
 from lorac.runtime.errors import ShapeError, SlotError
 from lorac.runtime.layout import Layout
 from lorac.runtime.registry import Registry, Source
@@ -53,7 +53,7 @@ class Slots:
         self._residents = Residents(layout.slots)
         self._staging = threading.Lock()  # one copy at a time; taken before `lock`, never inside it
         self._instances = {
-            (module.name, layer): tuple(table[module.name][index] for table in (self.a, self.b, self.rank, self.scale))
+            (module.name, layer): self._buffers.instance(module.name, index)
             for module in layout.modules
             for index, layer in enumerate(module.layers or (0,))
         }
@@ -109,7 +109,11 @@ class Slots:
         resident = self._residents.by_slot[slot]
         return resident.rank if resident else 0
 
-    def instance(self, module: str, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def renew_copies(self) -> None:
+        """Make the narrower copies of B again, for who has written to `b` itself; loading does so on its own."""
+        self._buffers.renew_copies()
+
+    def instance(self, module: str, layer: int = 0) -> Instance:
         """(a, b, rank, scale) of a module in one decoder layer; layer 0 for lm_head and embed_tokens."""
         found = self._instances.get((module, layer))
         if found is None:

@@ -326,4 +326,4 @@ class Step:
 
     def _metadata(self, rows: int, requests: int) -> Metadata:
         entries = segment_slots(self.segments, rows, self.layout.slots, requests)
-        return Metadata(rows, requests, entries, self.layout.slots, self.layout.max_rank, self.device)
+        return Metadata(rows, requests, entries, self.layout.slots, self.layout.widths, self.device)

@@ -70,6 +70,7 @@ def filled_slots(package, device: str, layers: dict[str, list[int]], generator: 
         for module in slots.layout.modules:
             for layer in layers[module.name]:
                 _fill_instance(slots.instance(module.name, layer), module, slot, rank, limit, generator)
+    slots.renew_copies()
     return slots
 
 

@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import adapter_kit as kit
@@ -17,7 +18,11 @@ from lorac.runtime.errors import SlotError
 from lorac.runtime.slots import Slots
 
 SLOTS, FOLDERS = 3, 5
+WIDTH = 2  # of a copy of B, which adapters of rank 1 and 2 fit in
 LAYOUT = kit.layout(["qkv_proj", "down_proj", "embed_tokens"], slots=SLOTS, max_rank=4)
+LAYOUT = replace(
+    LAYOUT, modules=tuple(replace(of, narrow=(WIDTH,)) if of.kind == "linear" else of for of in LAYOUT.modules)
+)
 name_of = st.sampled_from("abcde")
 folder_of = st.integers(0, FOLDERS - 1)
 
@@ -175,6 +180,12 @@ class Lives(RuleBasedStateMachine):
         expected = expected_tables({self.slot[name]: ADAPTERS[folder] for name, (folder, _) in self.held.items()})
         for ours, truth in zip((self.slots.a, self.slots.b, self.slots.rank, self.slots.scale), expected, strict=True):
             assert all(torch.equal(ours[module], truth[module]) for module in truth)
+        _, b, rank, _ = expected
+        for module in (of for of in LAYOUT.modules if of.narrow):
+            for layer, slot in itertools.product(module.layers, range(SLOTS)):
+                if rank[module.name][:, slot].max() <= WIDTH:  # of the layer it is loaded for, and of the others
+                    copy = self.slots.instance(module.name, layer).narrow[WIDTH][:, slot]
+                    assert torch.equal(copy, b[module.name][module.layers.index(layer), :, slot, :WIDTH])
 
 
 def expected_tables(contents: dict):

@@ -25,6 +25,7 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
     slots = numbered(package, [8] * package.LAYOUT.slots)(f"cuda:{rank}")
     for table in (slots.a, slots.b):
         table["o_proj"].normal_().mul_(0.1)
+    slots.renew_copies()
     for own in (slots.rank["o_proj"], slots.scale["o_proj"]):
         own.fill_(8)
     step = package.Step(slots, "fused")

@@ -28,7 +28,7 @@ def write(metadata: Metadata, slot: int) -> None:
 
 
 def test_a_host_that_runs_ahead_overwrites_nothing_that_is_yet_to_be_read():
-    metadata = Metadata(rows=4, requests=3, segments=2, slots=4, max_rank=8, device=torch.device("cpu"))
+    metadata = Metadata(rows=4, requests=3, segments=2, slots=4, widths=(8,), device=torch.device("cpu"))
     for slot in range(2 * BANK):
         write(metadata, slot)
     assert len(metadata._banks) == 3
@@ -42,7 +42,7 @@ def test_a_host_that_runs_ahead_overwrites_nothing_that_is_yet_to_be_read():
 
 
 def test_a_device_that_keeps_up_needs_no_more_buffers():
-    metadata = Metadata(rows=4, requests=3, segments=2, slots=4, max_rank=8, device=torch.device("cpu"))
+    metadata = Metadata(rows=4, requests=3, segments=2, slots=4, widths=(8,), device=torch.device("cpu"))
     for slot in range(5 * BANK):
         write(metadata, slot)
         if slot % BANK == BANK // 2:  # half a bank late

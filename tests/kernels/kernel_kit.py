@@ -104,6 +104,7 @@ class Bench:
         for module in self.layout.modules:
             for layer in module.layers or (0,):
                 self._fill(module, layer, beyond)
+        self.slots.renew_copies()
 
     def _fill(self, module: Module, layer: int, beyond: float):
         a, b, ranks, scales = self.slots.instance(module.name, layer)

@@ -51,7 +51,8 @@ def spec(dtype: str, max_rank: int, library: bool = False) -> dict:
         "backends": {"fused": {}},
         "graphs": {
             "decode": {"buckets": [1, 64, 128, 200], "variants": {
-                "nolora": {"adapters": 0}, "one": {"adapters": 1, "rank": 8}, "lora": {}}},
+                "nolora": {"adapters": 0}, "one": {"adapters": 1, "rank": 8}, "few": {"adapters": 3, "rank": 16},
+                "lora": {}}},
             "prefill": {"max_tokens": 1200, "max_requests": 8, "buckets": [320, 1200]},
         },
         "targets": ["sm_90"] if library else [],
@@ -82,6 +83,7 @@ def slots(package, random_of):
             rank[slot, part], scale[slot, part] = own, 0.5 + 0.25 * slot
             a[slot, part * limit : part * limit + own] = random_of(own, module.in_features)
             b[piece.start : piece.start + piece.width, slot, :own] = random_of(piece.width, own)
+    slots.renew_copies()
     return slots
 
 
@@ -131,6 +133,38 @@ def test_every_family_against_float64(package, slots, random_of, launched, name,
         again = package.linear(module.name, 0, x, weight, others if by_library else served)
         kept = base if by_library else slice(None)
         assert torch.equal(y[kept], again[kept]), f"{module.name}: other bits again, or beside other adapters"
+
+
+@pytest.mark.parametrize(
+    "phase, requests",
+    [
+        ("decode", [(1, 1), (-1, 1), (2, 1)] * 4),
+        ("decode", [(2, 1)] * 70),
+        ("prefill", [(2, 130), (-1, 9), (1, 61)]),
+        ("prefill", [(1, 270), (2, 245), (-1, 3)]),
+    ],
+    ids=["few rows", "one adapter", "two row tiles", "programs that take several tiles"],
+)
+def test_adapters_of_low_rank_are_read_from_the_narrow_copy(package, slots, random_of, phase, requests):
+    """They do not pay for the largest rank: B itself is poison here."""
+    if package.LAYOUT.dtype == "float16":
+        pytest.skip("in the other dtype only roundings differ")
+    own = [1, 4] if package.LAYOUT.max_rank == 96 else [1, 2]  # whose ranks are at most 16
+    held = [slot if slot < 0 else own[slot - 1] for slot, _ in requests]
+    counts = [count for _, count in requests]
+    rows = [slot for slot, count in zip(held, counts, strict=True) for _ in range(count)]
+    step = package.Step(slots, "fused")
+    step.prepare_slots(phase, held, counts)
+    assert step.batch.rank <= 16 < package.LAYOUT.max_rank
+    for module in (of for of in package.LAYOUT.modules if of.narrow):
+        x, weight = random_of(len(rows), module.in_features), random_of(module.out_features, module.in_features)
+        x *= module.in_features**0.5
+        widths = [piece.width for piece in module.slices]
+        want = x.double() @ weight.double().T + reference.lora(x, *slots.instance(module.name, 0), widths, rows)
+        slots.b[module.name].fill_(float("nan"))
+        y = package.linear(module.name, 0, x, weight, step).double()
+        error = (y - want).norm(dim=1) / want.norm(dim=1)
+        assert error.max() < TOLERANCE[package.LAYOUT.dtype], f"{module.name}: {error.max():.1e}"
 
 
 def test_a_weight_that_starts_anywhere_is_refused(package, slots, random_of):

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from lorac.runtime.bound import Launches, bound
+from lorac.runtime.buffers import Instance
 from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Bounds
@@ -22,23 +23,23 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
-COLUMNS = tl.constexpr(512)  # of h and B: those of all slots, side by side
+SLOTS = tl.constexpr(8)
 SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
 UNIT = tl.constexpr(64)  # rows that one entry of `spans` describes
 MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a batch needs is read
 
 
 @triton.jit
-def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, BLOCK_R: tl.constexpr):
+def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, PITCH: tl.constexpr, BLOCK_R: tl.constexpr):
     """Zeros in UNIT rows of h, but for each row's own columns."""
-    R: tl.constexpr = 64
+    COLUMNS: tl.constexpr = SLOTS * PITCH
     BLOCKS: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
     row = unit * UNIT + tl.arange(0, UNIT)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
     for block in range(SLICES * BLOCKS):
         part = block // BLOCKS
         c = (block - part * BLOCKS) * SPAN + tl.arange(0, SPAN)
-        free = ((c // R)[None, :] != own[:, None]) | (c % R >= BLOCK_R)[None, :]
+        free = ((c // PITCH)[None, :] != own[:, None]) | (c % PITCH >= BLOCK_R)[None, :]
         free = free & (row < rows)[:, None] & (c < COLUMNS)[None, :]
         h_at = h + (part * rows + row[:, None]).to(tl.int64) * COLUMNS + c[None, :]
         tl.store(h_at, tl.zeros((UNIT, SPAN), h.dtype.element_ty), mask=free)
@@ -78,28 +79,30 @@ def _most(spans, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Steps over h where each may be needed: of all columns, or those of ACTIVE adapters where none shares a step."""
-    R: tl.constexpr = 64
-    ALL: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
+    ALL: tl.constexpr = (SLOTS * PITCH + BLOCK_K - 1) // BLOCK_K
     LISTED: tl.constexpr = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
-    APART: tl.constexpr = ACTIVE <= 1 or R % BLOCK_K == 0
+    APART: tl.constexpr = ACTIVE <= 1 or PITCH % BLOCK_K == 0
     return LISTED if APART and LISTED < ALL else ALL
 
 
 @triton.jit
-def _column(step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_K: tl.constexpr):
+def _column(
+    step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, PITCH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
+    COLUMNS: tl.constexpr = SLOTS * PITCH
     if SPARSE:
         tl.static_assert(SPAN <= BLOCK_K and BLOCK_K <= 4 * SPAN)
         rest = left & (left - 1)
         column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
-    elif _steps(ACTIVE, RANK, BLOCK_K) * BLOCK_K < COLUMNS:
-        R: tl.constexpr = 64
+    elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
         slot = tl.load(active + step // EACH)
-        column = tl.where(slot < 0, COLUMNS, slot * R + step % EACH * BLOCK_K)
+        column = tl.where(slot < 0, COLUMNS, slot * PITCH + step % EACH * BLOCK_K)
     else:
         column = step * BLOCK_K
     return column, left
@@ -117,6 +120,7 @@ def _tile_project_qkv_proj_tile(
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 6144
     STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     TILES: tl.constexpr = (
         (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
     )
@@ -153,7 +157,7 @@ def _tile_project_qkv_proj_tile(
                     tl.extra.cuda.gdc_wait()
                     if EARLY:
                         tl.extra.cuda.gdc_launch_dependents()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -189,12 +193,13 @@ def tile_project_qkv_proj(
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
     after may begin with the steps over h, not at the end.
     """
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
-    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (
             (4096 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N + (1024 + BLOCK_N - 1) // BLOCK_N
@@ -257,11 +262,11 @@ TILE_PROJECT_QKV_PROJ = Kernel(
 def tile_shrink_qkv_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
     blocks, rows,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
-    slot's, for qkv_proj.
+    """h[part, row, slot * PITCH + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is
+    another slot's, for qkv_proj.
 
     One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
     write the zeros, each those of UNIT rows, base rows among them.
@@ -270,6 +275,7 @@ def tile_shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 64
     WIDTH: tl.constexpr = SLICES * BLOCK_R
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
@@ -298,7 +304,7 @@ def tile_shrink_qkv_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if unit >= 0:
-        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        _zeros(h, row_slot, unit, rows, SLICES, PITCH, BLOCK_R)
         return
     if first_row >= end:
         return
@@ -325,8 +331,8 @@ def tile_shrink_qkv_proj(
         for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
-    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
 TILE_SHRINK_QKV_PROJ = Kernel(
@@ -348,15 +354,15 @@ TILE_SHRINK_QKV_PROJ = Kernel(
         "blocks": "i32",
         "rows": "i32",
     },
-    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    ("RANK", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
-        (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 4, 1),
-        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
-        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 4, 1),
-        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
+        (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
+        (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 4, 1),
+        (256, 64, -1, 4, 4, True, 64, 32, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 4, 1),
+        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 4, 1),
     ),
 )
 
@@ -601,20 +607,20 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
 
 
 @bound
-def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
+def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 6144]: one sum over the inputs and then the columns of B."""
-    a, b, rank, scale = slot
-    b = b.view(6144, COLUMNS.value)
+    a, _, rank, scale = slot
     rows, index = x.shape[0], batch.map
+    shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
+    b, spans = slot.narrowest(shrink.RANK, index.spans)
     y = Moving((rows, 6144), (6144, 1))
     first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
-        shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 3 * rows * COLUMNS.value, torch.bfloat16)
-        h = h[: 3 * rows * COLUMNS.value].view(3 * rows, COLUMNS.value)
+        h = scratch("h", 3 * rows * b.shape[1], torch.bfloat16)
+        h = h[: 3 * rows * b.shape[1]].view(3 * rows, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
@@ -651,7 +657,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
         h=h,
         b=b,
         active=index.active,
-        spans=index.spans,
+        spans=spans,
         y=y,
         rows=rows,
     )
@@ -677,6 +683,7 @@ def _tile_project_o_proj_tile(
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 4096
     STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -699,7 +706,7 @@ def _tile_project_o_proj_tile(
                     tl.extra.cuda.gdc_wait()
                     if EARLY:
                         tl.extra.cuda.gdc_launch_dependents()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -735,12 +742,13 @@ def tile_project_o_proj(
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
     after may begin with the steps over h, not at the end.
     """
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
-    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
@@ -801,11 +809,11 @@ TILE_PROJECT_O_PROJ = Kernel(
 def tile_shrink_o_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
     blocks, rows,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
-    slot's, for o_proj.
+    """h[part, row, slot * PITCH + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is
+    another slot's, for o_proj.
 
     One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
     write the zeros, each those of UNIT rows, base rows among them.
@@ -814,6 +822,7 @@ def tile_shrink_o_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
     WIDTH: tl.constexpr = SLICES * BLOCK_R
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
@@ -842,7 +851,7 @@ def tile_shrink_o_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if unit >= 0:
-        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        _zeros(h, row_slot, unit, rows, SLICES, PITCH, BLOCK_R)
         return
     if first_row >= end:
         return
@@ -869,8 +878,8 @@ def tile_shrink_o_proj(
         for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
-    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
 TILE_SHRINK_O_PROJ = Kernel(
@@ -892,15 +901,15 @@ TILE_SHRINK_O_PROJ = Kernel(
         "blocks": "i32",
         "rows": "i32",
     },
-    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    ("RANK", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
-        (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 8, 1),
-        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
-        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 4, 1),
-        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
+        (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
+        (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
+        (256, 64, -1, 4, 4, True, 64, 32, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 128, 4, 1),
+        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 4, 1),
     ),
 )
 
@@ -1133,20 +1142,20 @@ def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratc
 
 
 @bound
-def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
+def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 4096]: one sum over the inputs and then the columns of B."""
-    a, b, rank, scale = slot
-    b = b.view(4096, COLUMNS.value)
+    a, _, rank, scale = slot
     rows, index = x.shape[0], batch.map
+    shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
+    b, spans = slot.narrowest(shrink.RANK, index.spans)
     y = Moving((rows, 4096), (4096, 1))
     first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
-        shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 1 * rows * COLUMNS.value, torch.bfloat16)
-        h = h[: 1 * rows * COLUMNS.value].view(1 * rows, COLUMNS.value)
+        h = scratch("h", 1 * rows * b.shape[1], torch.bfloat16)
+        h = h[: 1 * rows * b.shape[1]].view(1 * rows, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
@@ -1183,7 +1192,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch
         h=h,
         b=b,
         active=index.active,
-        spans=index.spans,
+        spans=spans,
         y=y,
         rows=rows,
     )
@@ -1209,6 +1218,7 @@ def _tile_project_gate_up_proj_tile(
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 28672
     STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -1237,7 +1247,7 @@ def _tile_project_gate_up_proj_tile(
                     tl.extra.cuda.gdc_wait()
                     if EARLY:
                         tl.extra.cuda.gdc_launch_dependents()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -1273,12 +1283,13 @@ def tile_project_gate_up_proj(
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
     after may begin with the steps over h, not at the end.
     """
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
-    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
@@ -1339,11 +1350,11 @@ TILE_PROJECT_GATE_UP_PROJ = Kernel(
 def tile_shrink_gate_up_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
     blocks, rows,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
-    slot's, for gate_up_proj.
+    """h[part, row, slot * PITCH + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is
+    another slot's, for gate_up_proj.
 
     One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
     write the zeros, each those of UNIT rows, base rows among them.
@@ -1352,6 +1363,7 @@ def tile_shrink_gate_up_proj(
     SLICES: tl.constexpr = 2
     R: tl.constexpr = 64
     WIDTH: tl.constexpr = SLICES * BLOCK_R
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
@@ -1380,7 +1392,7 @@ def tile_shrink_gate_up_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if unit >= 0:
-        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        _zeros(h, row_slot, unit, rows, SLICES, PITCH, BLOCK_R)
         return
     if first_row >= end:
         return
@@ -1407,8 +1419,8 @@ def tile_shrink_gate_up_proj(
         for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
-    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
 TILE_SHRINK_GATE_UP_PROJ = Kernel(
@@ -1430,16 +1442,16 @@ TILE_SHRINK_GATE_UP_PROJ = Kernel(
         "blocks": "i32",
         "rows": "i32",
     },
-    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    ("RANK", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
-        (64, 64, -1, 4, 8, True, 16, 64, 64, 128, 2, 1),
-        (128, 64, -1, 4, 4, True, 16, 64, 128, 128, 4, 1),
-        (256, 64, -1, 4, 3, True, 32, 64, 128, 128, 4, 1),
-        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
-        (1024, 64, -1, 8, 4, True, 64, 64, 128, 64, 4, 1),
-        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
+        (16, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
+        (64, 64, -1, 4, 8, True, 64, 16, 64, 64, 128, 2, 1),
+        (128, 64, -1, 4, 4, True, 64, 16, 64, 128, 128, 4, 1),
+        (256, 64, -1, 4, 3, True, 64, 32, 64, 128, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
+        (1024, 64, -1, 8, 4, True, 64, 64, 64, 128, 64, 4, 1),
+        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 4, 1),
     ),
 )
 
@@ -1678,20 +1690,20 @@ def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: 
 
 
 @bound
-def linear_gate_up_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
+def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 28672]: one sum over the inputs and then the columns of B."""
-    a, b, rank, scale = slot
-    b = b.view(28672, COLUMNS.value)
+    a, _, rank, scale = slot
     rows, index = x.shape[0], batch.map
+    shrink = TILE_SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
+    b, spans = slot.narrowest(shrink.RANK, index.spans)
     y = Moving((rows, 28672), (28672, 1))
     first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
-        shrink = TILE_SHRINK_GATE_UP_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 2 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 2 * rows * COLUMNS.value, torch.bfloat16)
-        h = h[: 2 * rows * COLUMNS.value].view(2 * rows, COLUMNS.value)
+        h = scratch("h", 2 * rows * b.shape[1], torch.bfloat16)
+        h = h[: 2 * rows * b.shape[1]].view(2 * rows, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
@@ -1728,7 +1740,7 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, s
         h=h,
         b=b,
         active=index.active,
-        spans=index.spans,
+        spans=spans,
         y=y,
         rows=rows,
     )
@@ -1754,6 +1766,7 @@ def _tile_project_down_proj_tile(
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 4096
     STEPS: tl.constexpr = (14336 + BLOCK_K - 1) // BLOCK_K
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -1776,7 +1789,7 @@ def _tile_project_down_proj_tile(
                     tl.extra.cuda.gdc_wait()
                     if EARLY:
                         tl.extra.cuda.gdc_launch_dependents()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -1812,12 +1825,13 @@ def tile_project_down_proj(
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
     after may begin with the steps over h, not at the end.
     """
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
-    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
@@ -1878,11 +1892,11 @@ TILE_PROJECT_DOWN_PROJ = Kernel(
 def tile_shrink_down_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
     blocks, rows,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
-    slot's, for down_proj.
+    """h[part, row, slot * PITCH + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is
+    another slot's, for down_proj.
 
     One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
     write the zeros, each those of UNIT rows, base rows among them.
@@ -1891,6 +1905,7 @@ def tile_shrink_down_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 64
     WIDTH: tl.constexpr = SLICES * BLOCK_R
+    PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
@@ -1919,7 +1934,7 @@ def tile_shrink_down_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if unit >= 0:
-        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        _zeros(h, row_slot, unit, rows, SLICES, PITCH, BLOCK_R)
         return
     if first_row >= end:
         return
@@ -1946,8 +1961,8 @@ def tile_shrink_down_proj(
         for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
-    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
 TILE_SHRINK_DOWN_PROJ = Kernel(
@@ -1969,15 +1984,15 @@ TILE_SHRINK_DOWN_PROJ = Kernel(
         "blocks": "i32",
         "rows": "i32",
     },
-    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    ("RANK", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (64, 64, -1, 4, 6, True, 16, 64, 64, 128, 4, 1),
-        (128, 64, -1, 4, 4, True, 16, 64, 64, 64, 4, 1),
-        (256, 64, -1, 4, 4, True, 32, 64, 64, 128, 4, 1),
-        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 128, 8, 1),
-        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 4, 1),
+        (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
+        (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 4, 1),
+        (256, 64, -1, 4, 4, True, 64, 32, 64, 64, 128, 4, 1),
+        (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
+        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 128, 8, 1),
+        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 4, 1),
     ),
 )
 
@@ -2210,20 +2225,20 @@ def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scr
 
 
 @bound
-def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
+def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 14336] @ weight.T + LoRA of x, [rows, 4096]: one sum over the inputs and then the columns of B."""
-    a, b, rank, scale = slot
-    b = b.view(4096, COLUMNS.value)
+    a, _, rank, scale = slot
     rows, index = x.shape[0], batch.map
+    shrink = TILE_SHRINK_DOWN_PROJ.pick(rows, batch.rank)
+    b, spans = slot.narrowest(shrink.RANK, index.spans)
     y = Moving((rows, 4096), (4096, 1))
     first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
-        shrink = TILE_SHRINK_DOWN_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 1 * rows * COLUMNS.value, torch.bfloat16)
-        h = h[: 1 * rows * COLUMNS.value].view(1 * rows, COLUMNS.value)
+        h = scratch("h", 1 * rows * b.shape[1], torch.bfloat16)
+        h = h[: 1 * rows * b.shape[1]].view(1 * rows, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
@@ -2260,7 +2275,7 @@ def linear_down_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scra
         h=h,
         b=b,
         active=index.active,
-        spans=index.spans,
+        spans=spans,
         y=y,
         rows=rows,
     )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lorac.runtime.bound import Launches, bound
+from lorac.runtime.buffers import Instance
 from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.scratch import Scratch
@@ -25,23 +26,23 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
-COLUMNS = tl.constexpr(128)  # of h and B: those of all slots, side by side
+SLOTS = tl.constexpr(8)
 SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
 UNIT = tl.constexpr(64)  # rows that one entry of `spans` describes
 MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a batch needs is read
 
 
 @triton.jit
-def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, BLOCK_R: tl.constexpr):
+def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, PITCH: tl.constexpr, BLOCK_R: tl.constexpr):
     """Zeros in UNIT rows of h, but for each row's own columns."""
-    R: tl.constexpr = 16
+    COLUMNS: tl.constexpr = SLOTS * PITCH
     BLOCKS: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
     row = unit * UNIT + tl.arange(0, UNIT)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
     for block in range(SLICES * BLOCKS):
         part = block // BLOCKS
         c = (block - part * BLOCKS) * SPAN + tl.arange(0, SPAN)
-        free = ((c // R)[None, :] != own[:, None]) | (c % R >= BLOCK_R)[None, :]
+        free = ((c // PITCH)[None, :] != own[:, None]) | (c % PITCH >= BLOCK_R)[None, :]
         free = free & (row < rows)[:, None] & (c < COLUMNS)[None, :]
         h_at = h + (part * rows + row[:, None]).to(tl.int64) * COLUMNS + c[None, :]
         tl.store(h_at, tl.zeros((UNIT, SPAN), h.dtype.element_ty), mask=free)
@@ -81,28 +82,30 @@ def _most(spans, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Steps over h where each may be needed: of all columns, or those of ACTIVE adapters where none shares a step."""
-    R: tl.constexpr = 16
-    ALL: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
+    ALL: tl.constexpr = (SLOTS * PITCH + BLOCK_K - 1) // BLOCK_K
     LISTED: tl.constexpr = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
-    APART: tl.constexpr = ACTIVE <= 1 or R % BLOCK_K == 0
+    APART: tl.constexpr = ACTIVE <= 1 or PITCH % BLOCK_K == 0
     return LISTED if APART and LISTED < ALL else ALL
 
 
 @triton.jit
-def _column(step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_K: tl.constexpr):
+def _column(
+    step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, PITCH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
+    COLUMNS: tl.constexpr = SLOTS * PITCH
     if SPARSE:
         tl.static_assert(SPAN <= BLOCK_K and BLOCK_K <= 4 * SPAN)
         rest = left & (left - 1)
         column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
-    elif _steps(ACTIVE, RANK, BLOCK_K) * BLOCK_K < COLUMNS:
-        R: tl.constexpr = 16
+    elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
         slot = tl.load(active + step // EACH)
-        column = tl.where(slot < 0, COLUMNS, slot * R + step % EACH * BLOCK_K)
+        column = tl.where(slot < 0, COLUMNS, slot * PITCH + step % EACH * BLOCK_K)
     else:
         column = step * BLOCK_K
     return column, left
@@ -128,6 +131,7 @@ def _tile_project_qkv_proj_tile(
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 5120
     STEPS: tl.constexpr = (2048 + BLOCK_K - 1) // BLOCK_K
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     TILES: tl.constexpr = (
         (4096 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N
     )
@@ -164,7 +168,7 @@ def _tile_project_qkv_proj_tile(
                     tl.extra.cuda.gdc_wait()
                     if EARLY:
                         tl.extra.cuda.gdc_launch_dependents()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -200,12 +204,13 @@ def tile_project_qkv_proj(
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
     after may begin with the steps over h, not at the end.
     """
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
-    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (
             (4096 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N
@@ -266,11 +271,11 @@ TILE_PROJECT_QKV_PROJ = Kernel(
 def tile_shrink_qkv_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
     blocks, rows,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
-    slot's, for qkv_proj.
+    """h[part, row, slot * PITCH + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is
+    another slot's, for qkv_proj.
 
     One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
     write the zeros, each those of UNIT rows, base rows among them.
@@ -279,6 +284,7 @@ def tile_shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 16
     WIDTH: tl.constexpr = SLICES * BLOCK_R
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
@@ -307,7 +313,7 @@ def tile_shrink_qkv_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if unit >= 0:
-        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        _zeros(h, row_slot, unit, rows, SLICES, PITCH, BLOCK_R)
         return
     if first_row >= end:
         return
@@ -334,8 +340,8 @@ def tile_shrink_qkv_proj(
         for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
-    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
 TILE_SHRINK_QKV_PROJ = Kernel(
@@ -357,14 +363,14 @@ TILE_SHRINK_QKV_PROJ = Kernel(
         "blocks": "i32",
         "rows": "i32",
     },
-    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    ("RANK", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 16, -1, 4, 5, True, 16, 16, 64, 256, 4, 1),
-        (128, 16, -1, 4, 4, True, 16, 16, 64, 128, 4, 1),
-        (256, 16, -1, 4, 6, True, 32, 16, 64, 128, 4, 1),
-        (1024, 16, -1, 4, 4, True, 64, 16, 64, 64, 8, 1),
-        (0, 16, -1, 4, 3, True, 64, 16, 64, 64, 4, 1),
+        (16, 16, -1, 4, 5, True, 16, 16, 16, 64, 256, 4, 1),
+        (128, 16, -1, 4, 4, True, 16, 16, 16, 64, 128, 4, 1),
+        (256, 16, -1, 4, 6, True, 16, 32, 16, 64, 128, 4, 1),
+        (1024, 16, -1, 4, 4, True, 16, 64, 16, 64, 64, 8, 1),
+        (0, 16, -1, 4, 3, True, 16, 64, 16, 64, 64, 4, 1),
     ),
 )
 
@@ -380,7 +386,8 @@ def tile_expand_qkv_proj(
     One program: one tile, with the last steps of `tile_project_qkv_proj`. Base rows of y are not written.
     """
     N: tl.constexpr = 5120
-    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = SPARSE or SLOTS * PITCH > MOST_AT_ONCE
     TILES: tl.constexpr = (
         (4096 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N
     )
@@ -412,10 +419,10 @@ def tile_expand_qkv_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
-    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
     for step in range(steps):
-        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
+        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, PITCH, BLOCK_K)
         h_tile = h.load([part * rows + first_row, column])
         acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
@@ -683,20 +690,20 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
 
 
 @bound
-def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
+def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 2048] @ weight.T + LoRA of x, [rows, 5120]: one sum over the inputs and then the columns of B."""
-    a, b, rank, scale = slot
-    b = b.view(5120, COLUMNS.value)
+    a, _, rank, scale = slot
     rows, index = x.shape[0], batch.map
+    shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
+    b, spans = slot.narrowest(shrink.RANK, index.spans)
     y = Moving((rows, 5120), (5120, 1))
     first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
-        shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 3 * rows * COLUMNS.value, torch.bfloat16)
-        h = h[: 3 * rows * COLUMNS.value].view(3 * rows, COLUMNS.value)
+        h = scratch("h", 3 * rows * b.shape[1], torch.bfloat16)
+        h = h[: 3 * rows * b.shape[1]].view(3 * rows, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
@@ -730,7 +737,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
             h=h,
             b=b,
             active=index.active,
-            spans=index.spans,
+            spans=spans,
             row_slot=index.row_slot,
             y=y,
             rows=rows,
@@ -754,7 +761,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
         h=h,
         b=b,
         active=index.active,
-        spans=index.spans,
+        spans=spans,
         y=y,
         rows=rows,
     )
@@ -780,6 +787,7 @@ def _tile_project_o_proj_tile(
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 2048
     STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     TILES: tl.constexpr = (2048 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -802,7 +810,7 @@ def _tile_project_o_proj_tile(
                     tl.extra.cuda.gdc_wait()
                     if EARLY:
                         tl.extra.cuda.gdc_launch_dependents()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -838,12 +846,13 @@ def tile_project_o_proj(
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
     after may begin with the steps over h, not at the end.
     """
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
-    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (2048 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
@@ -902,11 +911,11 @@ TILE_PROJECT_O_PROJ = Kernel(
 def tile_shrink_o_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h, parts, ticks,
     blocks, rows,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
-    slot's, for o_proj.
+    """h[part, row, slot * PITCH + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is
+    another slot's, for o_proj.
 
     One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r), 1/SPLIT_K of the inputs. The last programs
     write the zeros, each those of UNIT rows, base rows among them.
@@ -915,6 +924,7 @@ def tile_shrink_o_proj(
     SLICES: tl.constexpr = 1
     R: tl.constexpr = 16
     WIDTH: tl.constexpr = SLICES * BLOCK_R
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
@@ -943,7 +953,7 @@ def tile_shrink_o_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if unit >= 0:
-        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        _zeros(h, row_slot, unit, rows, SLICES, PITCH, BLOCK_R)
         return
     if first_row >= end:
         return
@@ -970,8 +980,8 @@ def tile_shrink_o_proj(
         for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
-    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
 TILE_SHRINK_O_PROJ = Kernel(
@@ -993,14 +1003,14 @@ TILE_SHRINK_O_PROJ = Kernel(
         "blocks": "i32",
         "rows": "i32",
     },
-    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
+    ("RANK", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 16, -1, 4, 5, True, 16, 16, 16, 256, 4, 1),
-        (128, 16, -1, 4, 4, True, 16, 16, 16, 128, 4, 1),
-        (256, 16, -1, 4, 4, True, 32, 16, 16, 128, 8, 1),
-        (1024, 16, -1, 4, 4, True, 64, 16, 16, 64, 8, 1),
-        (0, 16, -1, 4, 3, True, 64, 16, 16, 64, 4, 1),
+        (16, 16, -1, 4, 5, True, 16, 16, 16, 16, 256, 4, 1),
+        (128, 16, -1, 4, 4, True, 16, 16, 16, 16, 128, 4, 1),
+        (256, 16, -1, 4, 4, True, 16, 32, 16, 16, 128, 8, 1),
+        (1024, 16, -1, 4, 4, True, 16, 64, 16, 16, 64, 8, 1),
+        (0, 16, -1, 4, 3, True, 16, 64, 16, 16, 64, 4, 1),
     ),
 )
 
@@ -1016,7 +1026,8 @@ def tile_expand_o_proj(
     One program: one tile, with the last steps of `tile_project_o_proj`. Base rows of y are not written.
     """
     N: tl.constexpr = 2048
-    DYNAMIC: tl.constexpr = SPARSE or COLUMNS > MOST_AT_ONCE
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = SPARSE or SLOTS * PITCH > MOST_AT_ONCE
     TILES: tl.constexpr = (2048 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -1034,10 +1045,10 @@ def tile_expand_o_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
-    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
     for step in range(steps):
-        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, BLOCK_K)
+        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, PITCH, BLOCK_K)
         h_tile = h.load([part * rows + first_row, column])
         acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
@@ -1293,20 +1304,20 @@ def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratc
 
 
 @bound
-def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
+def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 4096] @ weight.T + LoRA of x, [rows, 2048]: one sum over the inputs and then the columns of B."""
-    a, b, rank, scale = slot
-    b = b.view(2048, COLUMNS.value)
+    a, _, rank, scale = slot
     rows, index = x.shape[0], batch.map
+    shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
+    b, spans = slot.narrowest(shrink.RANK, index.spans)
     y = Moving((rows, 2048), (2048, 1))
     first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
-        shrink = TILE_SHRINK_O_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 1 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 1 * rows * COLUMNS.value, torch.bfloat16)
-        h = h[: 1 * rows * COLUMNS.value].view(1 * rows, COLUMNS.value)
+        h = scratch("h", 1 * rows * b.shape[1], torch.bfloat16)
+        h = h[: 1 * rows * b.shape[1]].view(1 * rows, b.shape[1])
         split = shrink.SPLIT_K if shrink.SPLIT_K > 1 else 0
         parts = scratch("parts", split * rows * columns, torch.float32)
         ticks = scratch("ticks", tiles if split else 0, torch.int32, zero=True)
@@ -1340,7 +1351,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch
             h=h,
             b=b,
             active=index.active,
-            spans=index.spans,
+            spans=spans,
             row_slot=index.row_slot,
             y=y,
             rows=rows,
@@ -1364,7 +1375,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch
         h=h,
         b=b,
         active=index.active,
-        spans=index.spans,
+        spans=spans,
         y=y,
         rows=rows,
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from lorac.runtime.bound import Launches, bound
+from lorac.runtime.buffers import Instance
 from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.scratch import Scratch
@@ -23,23 +24,23 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
-COLUMNS = tl.constexpr(48)  # of h and B: those of all slots, side by side
+SLOTS = tl.constexpr(3)
 SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
 UNIT = tl.constexpr(64)  # rows that one entry of `spans` describes
 MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a batch needs is read
 
 
 @triton.jit
-def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, BLOCK_R: tl.constexpr):
+def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, PITCH: tl.constexpr, BLOCK_R: tl.constexpr):
     """Zeros in UNIT rows of h, but for each row's own columns."""
-    R: tl.constexpr = 16
+    COLUMNS: tl.constexpr = SLOTS * PITCH
     BLOCKS: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
     row = unit * UNIT + tl.arange(0, UNIT)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
     for block in range(SLICES * BLOCKS):
         part = block // BLOCKS
         c = (block - part * BLOCKS) * SPAN + tl.arange(0, SPAN)
-        free = ((c // R)[None, :] != own[:, None]) | (c % R >= BLOCK_R)[None, :]
+        free = ((c // PITCH)[None, :] != own[:, None]) | (c % PITCH >= BLOCK_R)[None, :]
         free = free & (row < rows)[:, None] & (c < COLUMNS)[None, :]
         h_at = h + (part * rows + row[:, None]).to(tl.int64) * COLUMNS + c[None, :]
         tl.store(h_at, tl.zeros((UNIT, SPAN), h.dtype.element_ty), mask=free)
@@ -79,28 +80,30 @@ def _most(spans, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Steps over h where each may be needed: of all columns, or those of ACTIVE adapters where none shares a step."""
-    R: tl.constexpr = 16
-    ALL: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
+    ALL: tl.constexpr = (SLOTS * PITCH + BLOCK_K - 1) // BLOCK_K
     LISTED: tl.constexpr = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
-    APART: tl.constexpr = ACTIVE <= 1 or R % BLOCK_K == 0
+    APART: tl.constexpr = ACTIVE <= 1 or PITCH % BLOCK_K == 0
     return LISTED if APART and LISTED < ALL else ALL
 
 
 @triton.jit
-def _column(step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, BLOCK_K: tl.constexpr):
+def _column(
+    step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, PITCH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
+    COLUMNS: tl.constexpr = SLOTS * PITCH
     if SPARSE:
         tl.static_assert(SPAN <= BLOCK_K and BLOCK_K <= 4 * SPAN)
         rest = left & (left - 1)
         column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
-    elif _steps(ACTIVE, RANK, BLOCK_K) * BLOCK_K < COLUMNS:
-        R: tl.constexpr = 16
+    elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
         slot = tl.load(active + step // EACH)
-        column = tl.where(slot < 0, COLUMNS, slot * R + step % EACH * BLOCK_K)
+        column = tl.where(slot < 0, COLUMNS, slot * PITCH + step % EACH * BLOCK_K)
     else:
         column = step * BLOCK_K
     return column, left
@@ -126,6 +129,7 @@ def _tile_project_qkv_proj_tile(
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 128
     STEPS: tl.constexpr = (64 + BLOCK_K - 1) // BLOCK_K
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     TILES: tl.constexpr = (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(number, (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0
@@ -163,7 +167,7 @@ def _tile_project_qkv_proj_tile(
                     tl.extra.cuda.gdc_wait()
                     if EARLY:
                         tl.extra.cuda.gdc_launch_dependents()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, BLOCK_K)
+                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -199,12 +203,13 @@ def tile_project_qkv_proj(
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
     after may begin with the steps over h, not at the end.
     """
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or COLUMNS > MOST_AT_ONCE)
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
-    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, BLOCK_K)
+    most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (
             (64 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N + (32 + BLOCK_N - 1) // BLOCK_N
@@ -277,11 +282,11 @@ TILE_PROJECT_QKV_PROJ = Kernel(
 def tile_shrink_qkv_proj(
     x, x_stride, a, rank, scale, order, seg_slot, seg_start, seg_end, row_slot, h,
     blocks, rows,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[part, row, slot * R + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is another
-    slot's, for qkv_proj.
+    """h[part, row, slot * PITCH + r] = scale * sum_k x[row, k] * A[slot, part, r, k], and zero where the row is
+    another slot's, for qkv_proj.
 
     One program: BLOCK_M rows of one segment, BLOCK_N columns (part, r). The last programs write the zeros, each those
     of UNIT rows, base rows among them.
@@ -290,6 +295,7 @@ def tile_shrink_qkv_proj(
     SLICES: tl.constexpr = 3
     R: tl.constexpr = 16
     WIDTH: tl.constexpr = SLICES * BLOCK_R
+    PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     x_stride *= 16  # passed in these units, for the compiler to see that rows start aligned
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     unit = tl.program_id(0) + tl.cdiv(rows, UNIT) - tl.num_programs(0)
@@ -318,7 +324,7 @@ def tile_shrink_qkv_proj(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if unit >= 0:
-        _zeros(h, row_slot, unit, rows, SLICES, BLOCK_R)
+        _zeros(h, row_slot, unit, rows, SLICES, PITCH, BLOCK_R)
         return
     if first_row >= end:
         return
@@ -330,8 +336,8 @@ def tile_shrink_qkv_proj(
         acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
 
     mask = live[:, None] & inside_h[None, :]
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * COLUMNS + (slot * R + r)[None, :]
-    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < R)[None, :])
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
 TILE_SHRINK_QKV_PROJ = Kernel(
@@ -351,15 +357,15 @@ TILE_SHRINK_QKV_PROJ = Kernel(
         "blocks": "i32",
         "rows": "i32",
     },
-    ("BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "PDL"),
+    ("RANK", "BLOCK_M", "BLOCK_R", "BLOCK_N", "BLOCK_K", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (128, 8, -1, 4, 4, True, 16, 16, 64, 64, 1),
-        (256, 8, -1, 4, 4, True, 32, 16, 64, 64, 1),
-        (0, 8, -1, 4, 3, True, 64, 16, 64, 64, 1),
-        (128, 16, -1, 4, 4, True, 16, 16, 64, 64, 1),
-        (256, 16, -1, 4, 4, True, 32, 16, 64, 64, 1),
-        (0, 16, -1, 4, 3, True, 64, 16, 64, 64, 1),
+        (128, 8, -1, 4, 4, True, 8, 16, 16, 64, 64, 1),
+        (256, 8, -1, 4, 4, True, 8, 32, 16, 64, 64, 1),
+        (0, 8, -1, 4, 3, True, 8, 64, 16, 64, 64, 1),
+        (128, 16, -1, 4, 4, True, 16, 16, 16, 64, 64, 1),
+        (256, 16, -1, 4, 4, True, 16, 32, 16, 64, 64, 1),
+        (0, 16, -1, 4, 3, True, 16, 64, 16, 64, 64, 1),
     ),
 )
 
@@ -590,20 +596,20 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
 
 
 @bound
-def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scratch: Scratch) -> Launches:
+def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scratch: Scratch) -> Launches:
     """x [rows, 64] @ weight.T + LoRA of x, [rows, 128]: one sum over the inputs and then the columns of B."""
-    a, b, rank, scale = slot
-    b = b.view(128, COLUMNS.value)
+    a, _, rank, scale = slot
     rows, index = x.shape[0], batch.map
+    shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
+    b, spans = slot.narrowest(shrink.RANK, index.spans)
     y = Moving((rows, 128), (128, 1))
     first, h = nothing, b  # without adapters h is not read
     if batch.adapters:
-        shrink = TILE_SHRINK_QKV_PROJ.pick(rows, batch.rank)
         blocks = cdiv(batch.grid.segment_rows, shrink.BLOCK_M)
         columns = 3 * shrink.BLOCK_R
         tiles = batch.grid.segments * blocks * cdiv(columns, shrink.BLOCK_N)
-        h = scratch("h", 3 * rows * COLUMNS.value, torch.float32)
-        h = h[: 3 * rows * COLUMNS.value].view(3 * rows, COLUMNS.value)
+        h = scratch("h", 3 * rows * b.shape[1], torch.float32)
+        h = h[: 3 * rows * b.shape[1]].view(3 * rows, b.shape[1])
         first = TILE_SHRINK_QKV_PROJ.bind(
             shrink,
             (tiles + cdiv(rows, UNIT.value),),
@@ -635,7 +641,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: tuple, batch: Bounds, scrat
         h=h,
         b=b,
         active=index.active,
-        spans=index.spans,
+        spans=spans,
         y=y,
         rows=rows,
     )
