@@ -26,7 +26,6 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
-SLOTS = tl.constexpr(8)
 SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
 UNIT = tl.constexpr(64)  # rows that one entry of `spans` describes
 MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a batch needs is read
@@ -35,7 +34,7 @@ MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a bat
 @triton.jit
 def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, PITCH: tl.constexpr, BLOCK_R: tl.constexpr):
     """Zeros in UNIT rows of h, but for each row's own columns."""
-    COLUMNS: tl.constexpr = SLOTS * PITCH
+    COLUMNS: tl.constexpr = 8 * PITCH
     BLOCKS: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
     row = unit * UNIT + tl.arange(0, UNIT)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
@@ -84,7 +83,7 @@ def _most(spans, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit
 def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Steps over h where each may be needed: of all columns, or those of ACTIVE adapters where none shares a step."""
-    ALL: tl.constexpr = (SLOTS * PITCH + BLOCK_K - 1) // BLOCK_K
+    ALL: tl.constexpr = (8 * PITCH + BLOCK_K - 1) // BLOCK_K
     LISTED: tl.constexpr = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
     APART: tl.constexpr = ACTIVE <= 1 or PITCH % BLOCK_K == 0
     return LISTED if APART and LISTED < ALL else ALL
@@ -96,7 +95,7 @@ def _column(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
-    COLUMNS: tl.constexpr = SLOTS * PITCH
+    COLUMNS: tl.constexpr = 8 * PITCH
     if SPARSE:
         tl.static_assert(SPAN <= BLOCK_K and BLOCK_K <= 4 * SPAN)
         rest = left & (left - 1)
@@ -205,7 +204,7 @@ def tile_project_qkv_proj(
     after may begin with the steps over h, not at the end.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
@@ -340,7 +339,7 @@ def tile_shrink_qkv_proj(
         for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (8 * PITCH) + (slot * PITCH + r)[None, :]
     tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
@@ -388,7 +387,7 @@ def tile_expand_qkv_proj(
     """
     N: tl.constexpr = 5120
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = SPARSE or SLOTS * PITCH > MOST_AT_ONCE
+    DYNAMIC: tl.constexpr = SPARSE or 8 * PITCH > MOST_AT_ONCE
     TILES: tl.constexpr = (
         (4096 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N + (512 + BLOCK_N - 1) // BLOCK_N
     )
@@ -848,7 +847,7 @@ def tile_project_o_proj(
     after may begin with the steps over h, not at the end.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
@@ -981,7 +980,7 @@ def tile_shrink_o_proj(
         for other in tl.range(SPLIT_K, loop_unroll_factor=4 if BLOCK_M * BLOCK_N <= 2048 else 2):
             acc += tl.load(parts + other * plane + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.atomic_xchg(ticks + tile, 0, sem="relaxed")
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (8 * PITCH) + (slot * PITCH + r)[None, :]
     tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
@@ -1028,7 +1027,7 @@ def tile_expand_o_proj(
     """
     N: tl.constexpr = 2048
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = SPARSE or SLOTS * PITCH > MOST_AT_ONCE
+    DYNAMIC: tl.constexpr = SPARSE or 8 * PITCH > MOST_AT_ONCE
     TILES: tl.constexpr = (2048 + BLOCK_N - 1) // BLOCK_N
     tile_m, tile = _tile_of(tl.program_id(0), (rows + BLOCK_M - 1) // BLOCK_M, TILES)
     part = 0

@@ -24,7 +24,6 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
-SLOTS = tl.constexpr(3)
 SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
 UNIT = tl.constexpr(64)  # rows that one entry of `spans` describes
 MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a batch needs is read
@@ -33,7 +32,7 @@ MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a bat
 @triton.jit
 def _zeros(h, row_slot, unit, rows, SLICES: tl.constexpr, PITCH: tl.constexpr, BLOCK_R: tl.constexpr):
     """Zeros in UNIT rows of h, but for each row's own columns."""
-    COLUMNS: tl.constexpr = SLOTS * PITCH
+    COLUMNS: tl.constexpr = 3 * PITCH
     BLOCKS: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
     row = unit * UNIT + tl.arange(0, UNIT)
     own = tl.load(row_slot + row, mask=row < rows, other=-1)
@@ -82,7 +81,7 @@ def _most(spans, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit
 def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Steps over h where each may be needed: of all columns, or those of ACTIVE adapters where none shares a step."""
-    ALL: tl.constexpr = (SLOTS * PITCH + BLOCK_K - 1) // BLOCK_K
+    ALL: tl.constexpr = (3 * PITCH + BLOCK_K - 1) // BLOCK_K
     LISTED: tl.constexpr = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
     APART: tl.constexpr = ACTIVE <= 1 or PITCH % BLOCK_K == 0
     return LISTED if APART and LISTED < ALL else ALL
@@ -94,7 +93,7 @@ def _column(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
-    COLUMNS: tl.constexpr = SLOTS * PITCH
+    COLUMNS: tl.constexpr = 3 * PITCH
     if SPARSE:
         tl.static_assert(SPAN <= BLOCK_K and BLOCK_K <= 4 * SPAN)
         rest = left & (left - 1)
@@ -204,7 +203,7 @@ def tile_project_qkv_proj(
     after may begin with the steps over h, not at the end.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or SLOTS * PITCH > MOST_AT_ONCE)
+    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or 3 * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
@@ -336,7 +335,7 @@ def tile_shrink_qkv_proj(
         acc = tl.dot(x_tile, a_tile, acc, input_precision="ieee")
 
     mask = live[:, None] & inside_h[None, :]
-    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (SLOTS * PITCH) + (slot * PITCH + r)[None, :]
+    h_at = h + (part[None, :].to(tl.int64) * rows + row[:, None]) * (3 * PITCH) + (slot * PITCH + r)[None, :]
     tl.store(h_at, (acc * own_scale[None, :]).to(h.dtype.element_ty), mask=mask & (r < PITCH)[None, :])
 
 
