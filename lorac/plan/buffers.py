@@ -76,6 +76,7 @@ def scratch_bytes(
             "out": module.out_features,
             "slots": slots,
             "max_rank": max_rank,
+            "pitch": next((width for width in module.narrow if launch.rank <= width), max_rank),
             **dict(launch.tile),
         }
         if module.experts:

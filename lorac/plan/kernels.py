@@ -276,8 +276,7 @@ def fit(
     extent = extents(module, rows or 2**30, max(rank, 1), slot_columns)
     sizes = tile.sizes
     for block, dim in kernel.dims.items():
-        steps = kernel.least_steps if dim == "in" else 1
-        sizes[block] = min(sizes[block], block_of(-(-extent[dim] // steps)))
+        sizes[block] = min(sizes[block], block_of(extent[dim]))
     for block, (least, most) in kernel.limits.items():
         sizes[block] = min(max(sizes[block], least), most)
     stages = _fit_shared(kernel, sizes, tile.stages, ITEMSIZE[dtype], shared_limit(targets))

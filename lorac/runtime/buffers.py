@@ -153,6 +153,8 @@ class Buffers:
             for width, copy in self._copies(block.module.name, slot):
                 if block.rank <= width:
                     copy[..., : block.rank].copy_(source.b)
+                elif 0 < old.get(block.module.name, 0) <= width:
+                    copy.zero_()
             tables.rank.copy_(source.rank)
             tables.scale.copy_(source.scale)
         self._extents[slot] = new

@@ -24,8 +24,9 @@ class Slots:
     """The slots of one package on one device, and on one rank under tensor or expert parallelism.
 
     `a`, `b`, `rank` and `scale` are the tables kernels read, by module; `Buffers` gives their shapes, and their
-    addresses never change. `generation` grows with every change of a slot or a resident's name, `slot_generation[slot]`
-    with every change of what that slot holds. `cache_bytes` bounds the adapters kept on the host.
+    addresses never change. Who writes to `b` itself calls `renew_copies`. `generation` grows with every change of a
+    slot or a resident's name, `slot_generation[slot]` with every change of what that slot holds. `cache_bytes` bounds
+    the adapters kept on the host.
 
     Any thread may call any method. `lock` guards names, slots and tables, and is held briefly: by a load while it
     commits, and by a step from looking slots up or checking its ticket to the end of its launches (`reading`).

@@ -12,6 +12,7 @@ import torch
 
 from lorac.runtime import routing
 from lorac.runtime.agree import Agreement, Question
+from lorac.runtime.buffers import Instance
 from lorac.runtime.capture import Engine, engine_for
 from lorac.runtime.errors import CaptureError, PackageError, ShapeError, TicketError
 from lorac.runtime.launch import interpreted
@@ -135,7 +136,7 @@ class Step:
         """
         return Launching(self)
 
-    def enter(self, module: str, layer: int) -> tuple[Batch, tuple[torch.Tensor, ...]]:
+    def enter(self, module: str, layer: int) -> tuple[Batch, Instance]:
         """The current batch and the slot tensors (a, b, rank, scale) of one instance of a module; inside `launching`.
 
         Raises TicketError where no batch was prepared.

@@ -57,8 +57,8 @@ class Tile(_Declared):
 
 
 class Scratch(_Declared):
-    """A scratch buffer: a product of rows, slices, columns (slices x rank), active, out, slots, max_rank and the tile's
-    sizes; for experts also pairs, width, shares and tables.
+    """A scratch buffer: a product of rows, slices, columns (slices x rank), active, out, slots, max_rank, pitch (the
+    columns of a slot in the B that is read) and the tile's sizes; for experts also pairs, width, shares and tables.
     """
 
     dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")
@@ -97,9 +97,6 @@ class Kernel(_Declared):
     when_split: tuple[Identifier, ...] = Field((), description="arguments only a kernel that splits K takes")
     dims: dict[Identifier, Literal["rows", "rank", "columns", "slot_columns", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
-    )
-    least_steps: StrictInt = Field(
-        1, ge=1, description="its loop over inputs has at least so many, as far as 16 a step"
     )
     limits: dict[Identifier, tuple[StrictInt, StrictInt]] = Field(
         default_factory=dict, description="least and most of block sizes that it sums rightly with, whatever they cut"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from lorac.errors import BuildError
 from lorac.fingerprint import fingerprint
@@ -83,7 +84,10 @@ class Task:
         elif served:
             bounds = [(of.rank, of.adapters) for of in kernel.launches if _within(of, site)]
         else:
-            bounds = [*[(0, BARE)] * kernel.base, *((site.rank, bound) for bound in self._reached[site].bounds)]
+            # one with the base is launched beside the others of its call, whose batches may be of lower ranks
+            ranks = {of.rank for of in self.beside(site)} if kernel.base else {site.rank}
+            reached = [(rank, bound) for rank in ranks for bound in self._reached[site].bounds]
+            bounds = [*[(0, BARE)] * kernel.base, *sorted(reached, key=prod)]
         of_rank = [block for block, dim in self._declared(site).dims.items() if dim == "rank"]
         found = []
         for rank, adapters in dict.fromkeys(bounds):

@@ -183,9 +183,9 @@ class Lives(RuleBasedStateMachine):
         _, b, rank, _ = expected
         for module in (of for of in LAYOUT.modules if of.narrow):
             for layer, slot in itertools.product(module.layers, range(SLOTS)):
-                if rank[module.name][:, slot].max() <= WIDTH:  # of the layer it is loaded for, and of the others
-                    copy = self.slots.instance(module.name, layer).narrow[WIDTH][:, slot]
-                    assert torch.equal(copy, b[module.name][module.layers.index(layer), :, slot, :WIDTH])
+                fits = rank[module.name][:, slot].max() <= WIDTH  # of the layer it is loaded for, and of the others
+                copy = self.slots.instance(module.name, layer).narrow[WIDTH][:, slot]
+                assert torch.equal(copy, fits * b[module.name][module.layers.index(layer), :, slot, :WIDTH])
 
 
 def expected_tables(contents: dict):

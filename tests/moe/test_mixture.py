@@ -43,7 +43,7 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("rows", [5, 19])
+@pytest.mark.parametrize("rows", [1, 2, 5, 19])
 @pytest.mark.parametrize("case", ROUTINGS)
 def test_awkward_routing(bench, case, rows):
     ids = torch.tensor(ROUTINGS[case](rows), dtype=torch.int32)

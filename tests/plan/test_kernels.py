@@ -150,19 +150,3 @@ def test_what_fills_too_little_of_the_gpu_is_left_to_the_library():
                 assert own and classes[0] == own, "base rows keep their bits where the library has none of them"
     assert left["wide_proj", True] == left["wide_proj", False] == left["narrow_proj", False], "nobody said how many"
     assert left["narrow_proj", True][0][0] == 1 and left["narrow_proj", True][-1][0] < 256
-
-
-@pytest.mark.parametrize("hidden, intermediate", [(64, 64), (64, 768), (48, 80)])
-def test_experts_sum_in_two_steps_at_least(hidden, intermediate):
-    """With one step of the base before the dots of LoRA, ptxas 12.8 computes a wrong address."""
-    model = {"hidden": hidden, "layers": 1, "vocab": 160, "tied": False,
-             "linears": {"o_proj": {"path": "attn.o_proj", "in": 64, "out": 64}},
-             "experts": {"count": 8, "top_k": 2, "intermediate": intermediate}}  # fmt: skip
-    adapters = {"slots": 2, "max_rank": 64, "targets": ["experts"]}
-    plan = kit.plan_of(kit.spec_data(model=model, adapters=adapters, backends={"fused": {}}, targets=["sm_90"]))
-    steps = {
-        kernel.stage: min(-(-module.in_features // dict(of.tile)["BLOCK_K"]) for of in kernel.launches)
-        for _, module, kernel, _, _ in launches(plan)
-        if kernel.stage in ("pair_activate", "pair_project")
-    }
-    assert set(steps) == {"pair_activate", "pair_project"} and min(steps.values()) >= 2

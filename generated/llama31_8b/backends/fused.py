@@ -8,6 +8,7 @@ import triton.language as tl
 
 from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
+from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Bounds
@@ -648,6 +649,8 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         if not batch.adapters:
             return torch.nn.functional.linear
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+    if batch.adapters and launch.RANK != shrink.RANK:
+        raise PackageError(f"qkv_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
     tiles = cdiv(4096, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N) + cdiv(1024, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
     last = TILE_PROJECT_QKV_PROJ.bind(
@@ -1183,6 +1186,8 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         if not batch.adapters:
             return torch.nn.functional.linear
     launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
+    if batch.adapters and launch.RANK != shrink.RANK:
+        raise PackageError(f"o_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
     last = TILE_PROJECT_O_PROJ.bind(
@@ -1731,6 +1736,8 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
         if not batch.adapters:
             return torch.nn.functional.linear
     launch = TILE_PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
+    if batch.adapters and launch.RANK != shrink.RANK:
+        raise PackageError(f"gate_up_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
     tiles = cdiv(14336, launch.BLOCK_N) + cdiv(14336, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
     last = TILE_PROJECT_GATE_UP_PROJ.bind(
@@ -2266,6 +2273,8 @@ def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, s
         if not batch.adapters:
             return torch.nn.functional.linear
     launch = TILE_PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
+    if batch.adapters and launch.RANK != shrink.RANK:
+        raise PackageError(f"down_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
     last = TILE_PROJECT_DOWN_PROJ.bind(

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
+from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.scratch import Scratch
@@ -630,6 +631,8 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         if not batch.adapters:
             return torch.nn.functional.linear
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
+    if batch.adapters and launch.RANK != shrink.RANK:
+        raise PackageError(f"qkv_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
     tiles = cdiv(64, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N) + cdiv(32, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
     last = TILE_PROJECT_QKV_PROJ.bind(
@@ -751,7 +754,8 @@ def _both_b(
     part = column // BLOCK_R
     r = column % BLOCK_R
     at = b + (tl.maximum(slot, 0).to(tl.int64) * EXPERTS + expert) * (2 * WIDTH * R)
-    mask = ((r // 16 * 16 < rank) & (r < R))[None, :]  # sixteen columns at once, as `_some_b` says
+    # sixteen columns at once, as `_some_b` says; rounded before the remainder, or the compiler would not see it
+    mask = ((column // 16 * 16 % BLOCK_R < rank) & (r < R))[None, :]
     if n_live is not None:
         mask = mask & n_live[:, None]
     return tl.load(at + n[:, None] * R + (part * (WIDTH * R) + r)[None, :], mask=mask, other=0.0)
@@ -763,12 +767,13 @@ def _choices_b(
     N: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows n of B of one slot and a row's experts side by side, [n, COLUMNS], from choice `first` on."""
-    r = tl.arange(0, COLUMNS) % BLOCK_R
+    column = tl.arange(0, COLUMNS)
+    r = column % BLOCK_R
     expert = _expert_of(choices, row, first * BLOCK_R, TOP_K, EXPERTS, BLOCK_R, COLUMNS)
     own = tl.minimum(tl.maximum(expert, 0), COUNT - 1)  # 0 where all experts share one B
     at = b + ((tl.maximum(slot, 0).to(tl.int64) * COUNT + own) * (N * R) + r)[None, :] + n[:, None] * R
-    # sixteen columns at once, as `_some_b` says
-    mask = ((tl.where(slot >= 0, expert, -1) >= 0) & (r // 16 * 16 < rank) & (r < R))[None, :]
+    mask = (tl.where(slot >= 0, expert, -1) >= 0) & (column // 16 * 16 % BLOCK_R < rank) & (r < R)  # as in `_both_b`
+    mask = mask[None, :]
     if n_live is not None:
         mask = mask & n_live[:, None]
     return tl.load(at, mask=mask, other=0.0)
@@ -848,6 +853,15 @@ def _shares_of_h(h, row, live, pairs, TOP_K: tl.constexpr, SHARES: tl.constexpr,
 def _product(matrix, vector):
     """The product of a matrix and one vector in fp32, on no tensor core: for a single row it saves the way there."""
     return tl.sum(matrix.to(tl.float32) * vector[None, :], 1)
+
+
+@triton.jit
+def _end_of_loop(K: tl.constexpr, BLOCK_K: tl.constexpr, pairs):
+    """K; known only at run time where its steps are so few that the compiler would write them out one by one.
+
+    ptxas 12.8 then gives dots after the loop the address of another tile.
+    """
+    return tl.where(pairs > 0, K, 0) if K <= 4 * BLOCK_K else K
 
 
 @triton.jit
@@ -938,9 +952,8 @@ def pair_activate_experts_gate_up(
             own_a = a + (tl.maximum(only, 0).to(tl.int64) * A_EXPERTS + expert) * (2 * R * K)
             a_at = own_a + (part * R + both % BLOCK_R)[:, None] * K + k[None, :]
             own_h = tl.zeros((2 * BLOCK_R, BLOCK_M), tl.float32)
-        if EARLY > 0:
-            # on their way while the base is summed
-            b_both = _both_b(b, only, own_rank, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
+        # on its way while the base is summed
+        b_both = _both_b(b, only, own_rank, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
     elif RANK > 0:
         slot = tl.load(row_slot + pair // TOP_K, mask=live, other=-1)
         present, place, count, own = _slots_of(slot, SLOTS)
@@ -957,7 +970,7 @@ def pair_activate_experts_gate_up(
     x_at = x + (pair // TOP_K).to(tl.int64)[None, :] * K + k[:, None]
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for _ in range(0, K, BLOCK_K):
+    for _ in range(0, _end_of_loop(K, BLOCK_K, pairs), BLOCK_K):
         x_tile = tl.load(x_at, mask=live[None, :], other=0.0)
         gate_tile = tl.load(gate_at, mask=within[:, None], other=0.0)
         up_tile = tl.load(up_at, mask=within[:, None], other=0.0)
@@ -975,8 +988,6 @@ def pair_activate_experts_gate_up(
         tl.extra.cuda.gdc_wait()
     if ROWS == 1:
         # without an adapter ranks are 0: nothing of it is read, and zeros are added
-        if RANK > 0 and EARLY == 0:
-            b_both = _both_b(b, only, own_rank, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
         if SHRINKS_DOWN:
             a_row = _own_a(a_down, only, rank_h, expert, n, within, EXPERTS, WIDTH, R, BLOCK_R)
         gate_row = tl.sum(gate, 1)  # all other columns are zero
@@ -987,7 +998,7 @@ def pair_activate_experts_gate_up(
             else:
                 h_at = h + block * (2 * BLOCK_R) + both
                 h_row = tl.load(h_at, mask=wanted, other=0.0, cache_modifier=".cg")
-            if EARLY > 0 and PDL:
+            if PDL:
                 b_both = _not_before(b_both)
             gate_row += _product(b_both, tl.where(part == 0, h_row, 0.0))
             up_row += _product(b_both, tl.where(part == 0, 0.0, h_row))
@@ -1065,24 +1076,24 @@ PAIR_ACTIVATE_EXPERTS_GATE_UP = Kernel(
     ("RANK", "ROWS", "SELF", "AHEAD", "EARLY", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 5, True, 0, 1, 1, 1, 1, 16, 64, 32, 16, 16, 1),
-        (2, 0, 0, 4, 5, True, 0, 2, 0, 1, 1, 16, 64, 32, 16, 16, 1),
-        (16, 0, 0, 4, 5, True, 0, 16, 0, 0, 1, 16, 64, 32, 16, 32, 1),
-        (128, 0, 0, 4, 5, True, 0, 0, 0, 0, 1, 16, 64, 32, 16, 64, 1),
-        (256, 0, 0, 4, 4, True, 0, 0, 0, 0, 1, 32, 64, 32, 16, 128, 1),
-        (0, 0, 0, 4, 4, True, 0, 0, 0, 0, 1, 64, 64, 32, 16, 128, 1),
-        (1, 8, -1, 4, 5, True, 8, 1, 1, 1, 1, 16, 64, 32, 16, 16, 1),
-        (2, 8, -1, 4, 5, True, 8, 2, 0, 1, 1, 16, 64, 32, 16, 16, 1),
-        (16, 8, -1, 4, 5, True, 8, 16, 0, 0, 1, 16, 64, 32, 16, 32, 1),
-        (128, 8, -1, 4, 5, True, 8, 0, 0, 0, 1, 16, 64, 32, 16, 64, 1),
-        (256, 8, -1, 4, 4, True, 8, 0, 0, 0, 1, 32, 64, 32, 16, 128, 1),
-        (0, 8, -1, 4, 4, True, 8, 0, 0, 0, 1, 64, 64, 32, 16, 128, 1),
-        (1, 16, -1, 4, 5, True, 16, 1, 1, 1, 1, 16, 64, 32, 16, 16, 1),
-        (2, 16, -1, 4, 5, True, 16, 2, 0, 1, 1, 16, 64, 32, 16, 16, 1),
-        (16, 16, -1, 4, 5, True, 16, 16, 0, 0, 1, 16, 64, 32, 16, 32, 1),
-        (128, 16, -1, 4, 5, True, 16, 0, 0, 0, 1, 16, 64, 32, 16, 64, 1),
-        (256, 16, -1, 4, 4, True, 16, 0, 0, 0, 1, 32, 64, 32, 16, 128, 1),
-        (0, 16, -1, 4, 4, True, 16, 0, 0, 0, 1, 64, 64, 32, 16, 128, 1),
+        (1, 0, 0, 4, 2, True, 0, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 0, 0, 4, 2, True, 0, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
+        (16, 0, 0, 4, 2, True, 0, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
+        (128, 0, 0, 4, 2, True, 0, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 0, 0, 4, 2, True, 0, 0, 0, 0, 1, 32, 64, 64, 16, 128, 1),
+        (0, 0, 0, 4, 2, True, 0, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
+        (1, 8, -1, 4, 2, True, 8, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 8, -1, 4, 2, True, 8, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
+        (16, 8, -1, 4, 2, True, 8, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
+        (128, 8, -1, 4, 2, True, 8, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 8, -1, 4, 2, True, 8, 0, 0, 0, 1, 32, 64, 64, 16, 128, 1),
+        (0, 8, -1, 4, 2, True, 8, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
+        (1, 16, -1, 4, 2, True, 16, 1, 1, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 16, -1, 4, 2, True, 16, 2, 0, 1, 1, 16, 64, 64, 16, 16, 1),
+        (16, 16, -1, 4, 2, True, 16, 16, 0, 0, 1, 16, 64, 64, 16, 32, 1),
+        (128, 16, -1, 4, 2, True, 16, 0, 0, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 16, -1, 4, 2, True, 16, 0, 0, 0, 1, 32, 64, 64, 16, 128, 1),
+        (0, 16, -1, 4, 2, True, 16, 0, 0, 0, 1, 64, 64, 64, 16, 128, 1),
     ),
 )
 
@@ -1641,7 +1652,7 @@ def pair_project_experts_down(
     w_at = weight + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
     act_at = act + pair.to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in range(0, K, BLOCK_K):
+    for first in range(0, _end_of_loop(K, BLOCK_K, pairs), BLOCK_K):
         inside = first + k < K
         w_tile = tl.load(w_at, mask=inside[None, :], other=0.0)
         act_tile = tl.load(act_at, mask=live[None, :] & inside[:, None], other=0.0)
@@ -1693,24 +1704,24 @@ PAIR_PROJECT_EXPERTS_DOWN = Kernel(
     ("RANK", "ROWS", "EARLY", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_R", "BLOCK_C", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (1, 0, 0, 4, 4, True, 0, 1, 1, 16, 64, 32, 16, 16, 1),
-        (2, 0, 0, 4, 4, True, 0, 2, 1, 16, 64, 32, 16, 16, 1),
-        (16, 0, 0, 4, 4, True, 0, 16, 1, 16, 64, 32, 16, 16, 1),
-        (128, 0, 0, 8, 3, True, 0, 0, 1, 16, 64, 32, 16, 64, 1),
-        (256, 0, 0, 4, 4, True, 0, 0, 0, 32, 64, 32, 16, 128, 1),
-        (0, 0, 0, 4, 4, True, 0, 0, 0, 64, 64, 32, 16, 128, 1),
-        (1, 8, -1, 4, 4, True, 8, 1, 1, 16, 64, 32, 16, 16, 1),
-        (2, 8, -1, 4, 4, True, 8, 2, 1, 16, 64, 32, 16, 16, 1),
-        (16, 8, -1, 4, 4, True, 8, 16, 1, 16, 64, 32, 16, 16, 1),
-        (128, 8, -1, 8, 3, True, 8, 0, 1, 16, 64, 32, 16, 64, 1),
-        (256, 8, -1, 4, 4, True, 8, 0, 0, 32, 64, 32, 16, 128, 1),
-        (0, 8, -1, 4, 4, True, 8, 0, 0, 64, 64, 32, 16, 128, 1),
-        (1, 16, -1, 4, 4, True, 16, 1, 1, 16, 64, 32, 16, 16, 1),
-        (2, 16, -1, 4, 4, True, 16, 2, 1, 16, 64, 32, 16, 16, 1),
-        (16, 16, -1, 4, 4, True, 16, 16, 1, 16, 64, 32, 16, 16, 1),
-        (128, 16, -1, 8, 3, True, 16, 0, 1, 16, 64, 32, 16, 64, 1),
-        (256, 16, -1, 4, 4, True, 16, 0, 0, 32, 64, 32, 16, 128, 1),
-        (0, 16, -1, 4, 4, True, 16, 0, 0, 64, 64, 32, 16, 128, 1),
+        (1, 0, 0, 4, 4, True, 0, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 0, 0, 4, 4, True, 0, 2, 1, 16, 64, 64, 16, 16, 1),
+        (16, 0, 0, 4, 4, True, 0, 16, 1, 16, 64, 64, 16, 16, 1),
+        (128, 0, 0, 8, 3, True, 0, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 0, 0, 4, 4, True, 0, 0, 0, 32, 64, 64, 16, 128, 1),
+        (0, 0, 0, 4, 3, True, 0, 0, 0, 64, 64, 64, 16, 128, 1),
+        (1, 8, -1, 4, 4, True, 8, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 8, -1, 4, 4, True, 8, 2, 1, 16, 64, 64, 16, 16, 1),
+        (16, 8, -1, 4, 4, True, 8, 16, 1, 16, 64, 64, 16, 16, 1),
+        (128, 8, -1, 8, 3, True, 8, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 8, -1, 4, 4, True, 8, 0, 0, 32, 64, 64, 16, 128, 1),
+        (0, 8, -1, 4, 3, True, 8, 0, 0, 64, 64, 64, 16, 128, 1),
+        (1, 16, -1, 4, 4, True, 16, 1, 1, 16, 64, 64, 16, 16, 1),
+        (2, 16, -1, 4, 4, True, 16, 2, 1, 16, 64, 64, 16, 16, 1),
+        (16, 16, -1, 4, 4, True, 16, 16, 1, 16, 64, 64, 16, 16, 1),
+        (128, 16, -1, 8, 3, True, 16, 0, 1, 16, 64, 64, 16, 64, 1),
+        (256, 16, -1, 4, 4, True, 16, 0, 0, 32, 64, 64, 16, 128, 1),
+        (0, 16, -1, 4, 3, True, 16, 0, 0, 64, 64, 64, 16, 128, 1),
     ),
 )
 
@@ -1732,7 +1743,7 @@ def row_project_experts_down(
     EXPERTS: tl.constexpr = 8
     B_EXPERTS: tl.constexpr = 8
     TOP_K: tl.constexpr = 2
-    CHOICES: tl.constexpr = 8
+    CHOICES: tl.constexpr = 2  # rounded up
     R: tl.constexpr = 16
     UP_TILES: tl.constexpr = (K + BLOCK_UP - 1) // BLOCK_UP
     SHARES: tl.constexpr = UP_TILES if AHEAD > 0 and UP_TILES <= SHARES_LIMIT else 1
@@ -1741,8 +1752,9 @@ def row_project_experts_down(
     WIDTH: tl.constexpr = TOGETHER * BLOCK_R  # columns of B at once
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     ONCE: tl.constexpr = TOGETHER == CHOICES  # B of all of a row's experts is one tile
-    STEPS: tl.constexpr = (K + UNROLL * BLOCK_K - 1) // (UNROLL * BLOCK_K)
-    EVEN: tl.constexpr = K % (UNROLL * BLOCK_K) == 0
+    PIECES: tl.constexpr = 1  # float32 takes twice the registers
+    STEPS: tl.constexpr = (K + PIECES * BLOCK_K - 1) // (PIECES * BLOCK_K)
+    EVEN: tl.constexpr = K % (PIECES * BLOCK_K) == 0
     # the launch before has itself waited for the routing
     row = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -1776,8 +1788,8 @@ def row_project_experts_down(
         act_at = act + (row * TOP_K + choice).to(tl.int64) * K
         w_live = (n * 0 + expert >= 0)[:, None]
         live = k * 0 + expert >= 0
-        for piece in tl.static_range(UNROLL):
-            at = (step % STEPS * UNROLL + piece) * BLOCK_K + k
+        for piece in tl.static_range(PIECES):
+            at = (step % STEPS * PIECES + piece) * BLOCK_K + k
             inside = live if EVEN else live & (at < K)
             w_tile = tl.load(w_at + at[None, :], mask=w_live & inside[None, :], other=0.0)
             act_tile = tl.load(act_at + at, mask=inside, other=0.0)
