@@ -149,6 +149,8 @@ def test_adapters_of_low_rank_are_read_from_the_narrow_copy(package, slots, rand
     """They do not pay for the largest rank: B itself is poison here."""
     if package.LAYOUT.dtype == "float16":
         pytest.skip("in the other dtype only roundings differ")
+    if sum(count for _, count in requests) > 500 and (package.LAYOUT.max_rank, package.LAYOUT.name) != (24, "tiles"):
+        pytest.skip("how tiles follow one another does not depend on the rank, nor on the library")
     own = [1, 4] if package.LAYOUT.max_rank == 96 else [1, 2]  # whose ranks are at most 16
     held = [slot if slot < 0 else own[slot - 1] for slot, _ in requests]
     counts = [count for _, count in requests]
