@@ -52,7 +52,7 @@ def make_plan(spec: Spec, shapes: Shapes, declarations: dict[str, Declaration], 
         columns = " and ".join(map(str, copied))
         reason = "a batch of a variant of such rank does not read the columns of a larger one"
         notes.append(Decision("copies of B", f"with {columns} columns a slot, for modules read in whole tiles", reason))
-    memory = _buffers(spec, planned, backends, decode, prefill)
+    memory = _buffers(spec, planned, backends, decode, prefill, 1 + len(copied))
     return Plan(
         name=spec.name,
         family=shapes.family,
@@ -189,8 +189,8 @@ def _prefill_buckets(prefill: PrefillPlan, rule: Segments, slots: int, resolved)
     return tuple(plans)
 
 
-def _buffers(spec: Spec, planned, backends: list[BackendPlan], decode: DecodePlan, prefill: PrefillPlan):
-    """Slot buffers, metadata, and each backend's scratch (which it fills in)."""
+def _buffers(spec: Spec, planned, backends: list[BackendPlan], decode: DecodePlan, prefill: PrefillPlan, widths: int):
+    """Slot buffers, metadata, and each backend's scratch (which it fills in); `widths` as `metadata_buffer` says."""
     slots = spec.adapters.slots
     rows, requests = buffers.room(decode, prefill)
     entries = max(segment_slots(b.segments, rows, slots, requests) for b in backends)
@@ -201,5 +201,5 @@ def _buffers(spec: Spec, planned, backends: list[BackendPlan], decode: DecodePla
         backends[index] = replace(backend, scratch=tuple(sorted(sizes.items())))
     return (
         *buffers.slot_buffers(planned, slots, spec.adapters.max_rank, spec.dtype),
-        buffers.metadata_buffer(rows, requests, entries, slots, 1 + max(len(module.narrow) for module in planned)),
+        buffers.metadata_buffer(rows, requests, entries, slots, widths),
     )

@@ -1504,13 +1504,13 @@ def _both_b(
 
 @triton.jit
 def _choices_b(
-    b, slot, rank, choices, row, n, n_live, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COUNT: tl.constexpr,
+    b, slot, rank, topk_ids, row, n, n_live, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COUNT: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows n of B of one slot and a row's experts side by side, [n, COLUMNS], from choice `first` on."""
     column = tl.arange(0, COLUMNS)
     r = column % BLOCK_R
-    expert = _expert_of(choices, row, first * BLOCK_R, TOP_K, EXPERTS, BLOCK_R, COLUMNS)
+    expert = _expert_of(topk_ids, row, first * BLOCK_R, TOP_K, EXPERTS, BLOCK_R, COLUMNS)
     own = tl.minimum(tl.maximum(expert, 0), COUNT - 1)  # 0 where all experts share one B
     at = b + ((tl.maximum(slot, 0).to(tl.int64) * COUNT + own) * (N * R) + r)[None, :] + n[:, None] * R
     mask = (tl.where(slot >= 0, expert, -1) >= 0) & (column // 16 * 16 % BLOCK_R < rank) & (r < R)  # as in `_both_b`
