@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import prod
 
-from lorac.plan.kernels import ITEMSIZE, block_of
+from lorac.plan.kernels import ITEMSIZE, block_of, splits
 from lorac.plan.model import Buffer, DecodePlan, KernelPlan, Launch, ModulePlan, PrefillPlan
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.room import numbers
@@ -76,16 +76,23 @@ def scratch_bytes(
             "out": module.out_features,
             "slots": slots,
             "max_rank": max_rank,
+            "covered": _covered(module, served, dict(launch.tile)),
             "pitch": next((width for width in module.narrow if launch.rank <= width), max_rank),
             **dict(launch.tile),
         }
         if module.experts:
             dims |= _expert_dims(module, served, slots, dims)
         for scratch in kernel.scratch:
-            if dims.get("SPLIT_K", 1) > 1 or not scratch.split:
+            if splits(launch) or not scratch.split:
                 count = scratch.itemsize * prod(dims[dim] for dim in scratch.shape)
                 sizes[scratch.name] = max(sizes.get(scratch.name, 0), count)
     return sizes
+
+
+def _covered(module: ModulePlan, rows: int, tile: dict[str, int]) -> int:
+    """Elements of the tiles that cover the outputs."""
+    block_m, block_n = tile.get("BLOCK_M", 1), tile.get("BLOCK_N", 1)
+    return -(-rows // block_m) * block_m * sum(-(-part.width // block_n) * block_n for part in module.slices)
 
 
 def _expert_dims(module: ModulePlan, rows: int, slots: int, tile: dict[str, int]) -> dict[str, int]:

@@ -25,6 +25,7 @@ PDL_TARGETS = {"sm_90", "sm_100", "sm_120"}  # those with dependent launches; ot
 PROCESSORS = {"sm_90": 132, "sm_100": 148, "sm_120": 188}
 LEAST_BLOCK = 16  # tl.dot asks for as much
 TILE_ALIGN = 16  # bytes at which the rows of a tensor start that is read by descriptor (CUDA programming guide, TMA)
+SPLITS = ("SPLIT_K", "SHARES")  # constants that say how many programs share a sum over K
 UNBOUNDED = 0  # `rows` of the launch that serves any number
 UNLIMITED = 2**31  # more rows than any batch has
 ANY_ADAPTERS = -1  # `adapters` of the launch that serves any number
@@ -66,8 +67,8 @@ def plan_kernels(
             )
             if not launches:  # the library has the base at any size
                 continue
-            splits = any(dict(launch.tile).get("SPLIT_K", 1) > 1 for launch in launches)
-            left_out = set() if splits else {*kernel.when_split, "SPLIT_K"}
+            split = any(splits(launch) for launch in launches)
+            left_out = set() if split else {*kernel.when_split, *SPLITS}
             plans.append(
                 KernelPlan(
                     name=f"{stage}_{module.name}",
@@ -77,7 +78,7 @@ def plan_kernels(
                     arguments=tuple((k, _element(v, dtype)) for k, v in kernel.arguments.items() if k not in left_out),
                     constants=tuple(name for name in kernel.constants if name not in left_out),
                     masks=_masks(kernel, module, launches),
-                    splits=splits,
+                    splits=split,
                     stands_in=kernel.stands_in,
                     max_rows=kernel.max_rows or UNBOUNDED,
                     library=tuple(
@@ -100,6 +101,11 @@ def plan_kernels(
                 )
             )
     return tuple(plans)
+
+
+def splits(launch: Launch) -> bool:
+    """Whether several of its programs share a sum."""
+    return any(dict(launch.tile).get(name, 1) > 1 for name in SPLITS)
 
 
 def _scratch(name: str, declared: Scratch, split: bool, dtype: str) -> ScratchPlan:
@@ -236,6 +242,7 @@ def _fills(tile: Tile, rows: int, module: ModulePlan, targets: tuple[str, ...]) 
         return True
     sizes = tile.sizes
     tiles = -(-rows // sizes["BLOCK_M"]) * sum(-(-part.width // sizes["BLOCK_N"]) for part in module.slices)
+    tiles *= sizes.get("SHARES", 1)
     counts = [PROCESSORS[target] for target in targets if target in PROCESSORS]
     return all(100 * tiles >= tile.fill * -(-tiles // count) * count for count in counts)
 
@@ -282,6 +289,8 @@ def fit(
     stages = _fit_shared(kernel, sizes, tile.stages, ITEMSIZE[dtype], shared_limit(targets))
     if sizes.get("SPLIT_K", 1) > 1:
         sizes["SPLIT_K"] = _whole_splits(sizes["SPLIT_K"], -(-module.in_features // sizes["BLOCK_K"]))
+    while sizes.get("SHARES", 1) > 1 and (sizes.get("LOOP") or not _last_has(sizes, module.in_features, slot_columns)):
+        sizes["SHARES"] //= 2
     pdl = tile.pdl and (not targets or bool(PDL_TARGETS & set(targets)))
     return Launch(rows, rank, ANY_ADAPTERS, tuple(sorted(sizes.items())), tile.warps, stages, pdl, source)
 
@@ -313,6 +322,12 @@ def shared_limit(targets: tuple[str, ...]) -> int:
 def _whole_splits(splits: int, blocks: int) -> int:
     """At most `splits` equal parts of `blocks` K blocks: a ragged last part reads its neighbour's inputs twice."""
     return next(split for split in range(min(splits, blocks), 0, -1) if blocks % split == 0)
+
+
+def _last_has(sizes: dict[str, int], inputs: int, columns: int) -> bool:
+    """Whether all steps over h are the last share's: only from the first on do they know their columns."""
+    steps, more = (-(-extent // sizes["BLOCK_K"]) for extent in (inputs, columns))
+    return -(-(steps + more) // sizes["SHARES"]) * (sizes["SHARES"] - 1) <= steps
 
 
 def _masks(kernel: Kernel, module: ModulePlan, launches: tuple[Launch, ...]) -> tuple[str, ...]:

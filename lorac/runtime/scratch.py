@@ -19,9 +19,9 @@ class Scratch:
         self._tensors: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
         # by kind of batch: what was bound, and the map, which the kind has by its id: so no other gets it
-        self._bound: dict[tuple, tuple[dict[tuple, tuple], RowMap]] = {}
+        self._bound: dict[tuple, tuple[dict[tuple, list], RowMap]] = {}
         self._batch: Batch | None = None
-        self._alike: dict[tuple, tuple] = {}  # of `_bound`, for `_batch`
+        self._alike: dict[tuple, list] = {}  # of `_bound`, for `_batch`
 
     def __call__(self, name: str, elements: int, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
         """A tensor of at least `elements`, with `zero` of zeros when it is new.
@@ -45,7 +45,7 @@ class Scratch:
         """Those in use."""
         return list(self._tensors.values())
 
-    def bound(self, batch: Batch) -> dict[tuple, tuple]:
+    def bound(self, batch: Batch) -> dict[tuple, list]:
         """What has been bound to these tensors for batches that are launched like this one, by keys of who binds.
 
         It is gone once a tensor is replaced, and when many other kinds of batches have come.

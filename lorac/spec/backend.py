@@ -57,8 +57,9 @@ class Tile(_Declared):
 
 
 class Scratch(_Declared):
-    """A scratch buffer: a product of rows, slices, columns (slices x rank), active, out, slots, max_rank, pitch (the
-    columns of a slot in the B that is read) and the tile's sizes; for experts also pairs, width, shares and tables.
+    """A scratch buffer: a product of rows, slices, columns (slices x rank), active, out, covered (elements of
+    the tiles that cover y), slots, max_rank, pitch (the columns of a slot in the B that is read) and the tile's sizes;
+    for experts also pairs, width, shares and tables.
     """
 
     dtype: Literal["dtype", "fp32", "i32"] = Field(description="element type; `dtype` is the spec's")

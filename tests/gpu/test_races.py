@@ -13,6 +13,7 @@ import torch
 from delays import Delays, dependent_kernels, load_lingering
 
 import lorac
+from lorac.runtime import together
 from lorac.runtime.launch import Kernel
 from lorac.verify.check import filled_slots
 
@@ -22,6 +23,7 @@ LATE = 2_000_000  # nanoseconds: more than each of the chains takes
 # chain of launches, phase, rows, variant
 OVERLAPPING = [
     *[("linear", "decode", rows, "lora") for rows in (8, 64, 256)],
+    ("shared", "decode", 256, "lora"),
     ("linear", "prefill", 1024, "lora"),
     *[("moe", "decode", rows, "lora") for rows in (1, 2, 8, 64)],
     ("moe", "decode", 64, "nolora"),
@@ -41,20 +43,32 @@ class Linear:
 
     package = "llama31_8b"
     layers = (0, 1, 2)
+    modules = ("o_proj", "qkv_proj")
 
     def __init__(self, layout, normal):
-        names = ("o_proj", "qkv_proj")
-        self.weights = {name: normal(layout.by_name[name].out_features, layout.hidden) for name in names}
-        self.hidden = layout.hidden
+        of = [layout.by_name[name] for name in self.modules]
+        self.weights = {module.name: normal(module.out_features, module.in_features) for module in of}
+        self.widths = {module.name: module.in_features for module in of}
 
     def inputs(self, rows: int, normal) -> dict[str, torch.Tensor]:
-        return {"x": normal(rows, self.hidden) * self.hidden**0.5}
+        width = self.widths[self.modules[0]]
+        return {"x": normal(rows, width) * width**0.5}
 
     def forward(self, package, step, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.modules
         for layer in self.layers[:2]:
-            x = package.linear("o_proj", layer, x, self.weights["o_proj"], step)
-            x = package.linear("qkv_proj", layer, x, self.weights["qkv_proj"], step)[:, : self.hidden]
-        return package.linear("o_proj", self.layers[2], x, self.weights["o_proj"], step)
+            x = self.one(package, step, first, layer, x)
+            x = self.one(package, step, second, layer, x)
+        return self.one(package, step, first, self.layers[2], x)
+
+    def one(self, package, step, module: str, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return package.linear(module, layer, x[:, : self.widths[module]], self.weights[module], step)
+
+
+class Shared(Linear):
+    """down_proj, whose programs share their tiles' sums at 256 rows, and gate_up_proj in turn."""
+
+    modules = ("down_proj", "gate_up_proj")
 
 
 class Experts:
@@ -92,7 +106,13 @@ class Hooks(Experts):
         return x
 
 
-CHAIN_CLASSES = {"linear": Linear, "moe": Experts, "hooks": Hooks}
+CHAIN_CLASSES = {"linear": Linear, "shared": Shared, "moe": Experts, "hooks": Hooks}
+
+
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch):
+    """Eager launches that never overlap, not even those of one module."""
+    monkeypatch.setattr(together, "OFTEN", 0)
 
 
 @pytest.fixture(scope="module")

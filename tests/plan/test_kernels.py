@@ -150,3 +150,27 @@ def test_what_fills_too_little_of_the_gpu_is_left_to_the_library():
                 assert own and classes[0] == own, "base rows keep their bits where the library has none of them"
     assert left["wide_proj", True] == left["wide_proj", False] == left["narrow_proj", False], "nobody said how many"
     assert left["narrow_proj", True][0][0] == 1 and left["narrow_proj", True][-1][0] < 256
+
+
+@given(
+    inputs=st.integers(2, 800).map(lambda number: 16 * number),
+    columns=st.integers(1, 128).map(lambda number: 16 * number),
+    shares=st.sampled_from((2, 4, 8, 16)),
+    loop=st.booleans(),
+)
+def test_of_programs_that_share_a_sum_the_last_has_all_of_h(inputs, columns, shares, loop):
+    """Steps over h know their columns from the first of them on; and programs that stay share nothing."""
+    linear = {"in": inputs, "out": 64, "path": "mlp.up"}
+    spec = kit.spec_data(model={"hidden": inputs, "layers": 1, "vocab": 64, "tied": False, "linears": {"up": linear}})
+    module = kit.plan_of(spec | {"adapters": {"slots": 1, "max_rank": 16, "targets": ["up"]}}).module("up")
+    project = kit.declaration("fused").kernels["tile_project"]
+    tile = project.tiles[0].model_copy(update={"SHARES": shares, "LOOP": int(loop)})
+    launch = kernels.fit(project, tile, "", 256, 16, module, columns, "bfloat16", ("sm_90",))
+    sizes = dict(launch.tile)
+    of_inputs, of_h = (-(-extent // sizes["BLOCK_K"]) for extent in (inputs, columns))
+    each = -(-(of_inputs + of_h) // sizes["SHARES"])
+    assert 1 <= sizes["SHARES"] <= shares and (not loop or sizes["SHARES"] == 1)
+    assert each * (sizes["SHARES"] - 1) <= of_inputs
+    if not loop and sizes["SHARES"] < shares:
+        more = 2 * sizes["SHARES"]
+        assert -(-(of_inputs + of_h) // more) * (more - 1) > of_inputs, "no fewer than need be"

@@ -12,6 +12,7 @@ from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Bounds
+from lorac.runtime.together import together
 
 
 @triton.jit
@@ -101,11 +102,42 @@ def _column(
         left = rest
     elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
-        slot = tl.load(active + step // EACH)
+        slot = tl.load(active + step // EACH, mask=step < _steps(ACTIVE, RANK, PITCH, BLOCK_K), other=-1)
         column = tl.where(slot < 0, COLUMNS, slot * PITCH + step % EACH * BLOCK_K)
     else:
         column = step * BLOCK_K
     return column, left
+
+
+@triton.jit
+def _own_rows(
+    acc, shares, arrived, tile, share, SHARES: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of a tile that SHARES programs have summed a share each: the sum of them all, for part `share` of its rows.
+
+    Each waits for the others, which run: programs begin in their order, and neighbours are of one tile. `arrived` goes
+    up by EPOCH with every launch, whatever SHARES; so nothing need be reset, and an overflow does no harm.
+    """
+    EPOCH: tl.constexpr = 16
+    tl.static_assert(SHARES <= EPOCH and BLOCK_M % SHARES == 0)
+    OWN: tl.constexpr = BLOCK_M // SHARES
+    shares += tile.to(tl.int64) * (SHARES * BLOCK_M * BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    own = share * OWN + tl.arange(0, OWN)
+    at = row[None, :] * BLOCK_N + n[:, None] if WIDE else row[:, None] * BLOCK_N + n[None, :]
+    own_at = own[None, :] * BLOCK_N + n[:, None] if WIDE else own[:, None] * BLOCK_N + n[None, :]
+    tl.store(shares + share * (BLOCK_M * BLOCK_N) + at, acc)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + tile, EPOCH // SHARES, sem="release")
+    while ((tl.atomic_add(arrived + tile, 0, sem="acquire") ^ before) & -EPOCH) == 0:
+        pass
+    tl.debug_barrier()
+    acc = tl.zeros((BLOCK_N, OWN) if WIDE else (OWN, BLOCK_N), tl.float32)
+    for other in tl.static_range(SHARES):
+        acc += tl.load(shares + other * (BLOCK_M * BLOCK_N) + own_at, cache_modifier=".cg")
+    return acc
 
 
 # qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
@@ -184,7 +216,8 @@ def _tile_project_qkv_proj_tile(
 def tile_project_qkv_proj(
     x, weight, h, b, active, spans, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj; with ACTIVE 0 no LoRA.
 
@@ -207,13 +240,13 @@ def tile_project_qkv_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-                BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, spans, most, y, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-            BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -361,7 +394,7 @@ TILE_SHRINK_QKV_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 4, 1),
-        (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 2, 1),
+        (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 4, 1),
         (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
         (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 2, 1),
@@ -601,6 +634,7 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -666,13 +700,17 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         rows=rows,
     )
 
-    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    @together
+    def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        y = torch.empty(rows, 6144, dtype=x.dtype, device=x.device)
         last(x, weight, y)
+
+    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(rows, 6144)
+        launch_both(x, weight, y)
         return y
 
-    return launch_both
+    return into_new
 
 
 # o_proj: 4096 -> o_proj 4096
@@ -737,7 +775,8 @@ def _tile_project_o_proj_tile(
 def tile_project_o_proj(
     x, weight, h, b, active, spans, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj; with ACTIVE 0 no LoRA.
 
@@ -758,13 +797,13 @@ def tile_project_o_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-                BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, spans, most, y, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_o_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-            BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -795,14 +834,14 @@ TILE_PROJECT_O_PROJ = Kernel(
         (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1),
-        (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 1, 1),
         (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
         (16, 64, 8, 4, 5, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
         (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
         (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
         (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1),
-        (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 0, 1),
+        (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 1, 1),
         (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
         (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
     ),
@@ -910,7 +949,7 @@ TILE_SHRINK_O_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
-        (256, 64, -1, 4, 4, True, 64, 32, 64, 64, 128, 4, 1),
+        (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 4, 1),
         (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
         (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 128, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 2, 1),
@@ -1138,6 +1177,7 @@ def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratc
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -1203,13 +1243,17 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         rows=rows,
     )
 
-    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    @together
+    def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
         last(x, weight, y)
+
+    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(rows, 4096)
+        launch_both(x, weight, y)
         return y
 
-    return launch_both
+    return into_new
 
 
 # gate_up_proj: 4096 -> gate_proj 14336 | up_proj 14336
@@ -1280,7 +1324,8 @@ def _tile_project_gate_up_proj_tile(
 def tile_project_gate_up_proj(
     x, weight, h, b, active, spans, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for gate_up_proj; with ACTIVE 0 no LoRA.
 
@@ -1301,13 +1346,13 @@ def tile_project_gate_up_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_gate_up_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-                BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, spans, most, y, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_gate_up_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-            BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -1456,8 +1501,7 @@ TILE_SHRINK_GATE_UP_PROJ = Kernel(
         (128, 64, -1, 4, 4, True, 64, 16, 64, 128, 128, 4, 1),
         (256, 64, -1, 4, 3, True, 64, 32, 64, 128, 128, 4, 1),
         (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
-        (1024, 64, -1, 8, 4, True, 64, 64, 64, 128, 64, 4, 1),
-        (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 2, 1),
+        (0, 64, -1, 4, 8, True, 64, 64, 64, 128, 64, 1, 1),
     ),
 )
 
@@ -1688,6 +1732,7 @@ def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: 
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -1753,13 +1798,17 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
         rows=rows,
     )
 
-    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    @together
+    def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        y = torch.empty(rows, 28672, dtype=x.dtype, device=x.device)
         last(x, weight, y)
+
+    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(rows, 28672)
+        launch_both(x, weight, y)
         return y
 
-    return launch_both
+    return into_new
 
 
 # down_proj: 14336 -> down_proj 4096
@@ -1767,9 +1816,9 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
 
 @triton.jit
 def _tile_project_down_proj_tile(
-    number, x, weight, h, b, active, spans, most, y, rows,
+    number, x, weight, h, b, active, spans, most, shares, arrived, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
     N: tl.constexpr = 4096
@@ -1785,7 +1834,13 @@ def _tile_project_down_proj_tile(
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(STEPS + most):
+    # Steps are shared alike whatever the batch, for base rows to have the same bits with and without adapters. Past
+    # the last a step reads zeros: were there fewer for some share, wgmma would be serialised.
+    ALL: tl.constexpr = STEPS + (512 + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (ALL + SHARES - 1) // SHARES
+    share = tl.program_id(0) % SHARES
+    for turn in range(SHARE if SHARES > 1 else STEPS + most):
+        step = share * SHARE + turn
         k = step * BLOCK_K
         from_row = first_row
         row_tiles = x
@@ -1808,7 +1863,12 @@ def _tile_project_down_proj_tile(
         else:
             acc = tl.dot(row_tile, column_tile.T, acc)
 
-    row = first_row + tl.arange(0, BLOCK_M)
+    if SHARES > 1:
+        if LATE and EARLY:
+            tl.extra.cuda.gdc_launch_dependents()  # for those without a step over h
+        acc = _own_rows(acc, shares, arrived, number, share, SHARES, WIDE, BLOCK_M, BLOCK_N)
+        first_row += share * (BLOCK_M // SHARES)
+    row = first_row + tl.arange(0, BLOCK_M // SHARES)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
     if WIDE:
@@ -1822,16 +1882,18 @@ def _tile_project_down_proj_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_down_proj(
-    x, weight, h, b, active, spans, y, rows,
+    x, weight, h, b, active, spans, shares, arrived, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for down_proj; with ACTIVE 0 no LoRA.
 
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end.
+    after may begin with the steps over h, not at the end. SHARES: programs that share a tile's steps, and then its
+    rows.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
@@ -1840,18 +1902,18 @@ def tile_project_down_proj(
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
-    if LOOP or DYNAMIC:
+    if SHARES == 1 and (LOOP or DYNAMIC):
         TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_down_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-                BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, spans, most, shares, arrived, y, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_down_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-            BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0) // SHARES, x, weight, h, b, active, spans, most, shares, arrived, y, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -1868,30 +1930,32 @@ TILE_PROJECT_DOWN_PROJ = Kernel(
         "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
         "spans": "*i32",
+        "shares": "*fp32",
+        "arrived": "*i32",
         "y": "*bf16",
         "rows": "i32",
     },
-    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SHARES", "LOOP", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1),
-        (16, 64, 1, 4, 5, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1),
-        (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 0, 1),
-        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
-        (16, 64, 8, 4, 5, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1),
-        (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 0, 1),
-        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 1, 0, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 1, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 1, 0, 1, 1),
+        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 1, 0, 0, 1),
+        (16, 64, 1, 4, 5, True, 1, 64, 0, 1, 16, 64, 256, 1, 0, 1, 1),
+        (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 1, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 1, 0, 1, 1),
+        (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 1, 0, 0, 1),
+        (256, 64, 1, 8, 5, True, 1, 64, 0, 0, 128, 128, 64, 2, 0, 1, 1),
+        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
+        (16, 64, 8, 4, 5, True, 8, 64, 0, 1, 16, 64, 256, 1, 0, 1, 1),
+        (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 1, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 1, 0, 1, 1),
+        (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 1, 0, 0, 1),
+        (256, 64, 8, 8, 5, True, 8, 64, 0, 0, 128, 128, 64, 2, 0, 1, 1),
+        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
     ),
 )
 
@@ -1997,7 +2061,7 @@ TILE_SHRINK_DOWN_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 4, 1),
-        (256, 64, -1, 4, 4, True, 64, 32, 64, 64, 128, 4, 1),
+        (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 16, 1),
         (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
         (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 128, 8, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 2, 1),
@@ -2225,6 +2289,7 @@ def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scr
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -2277,6 +2342,10 @@ def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, s
         raise PackageError(f"down_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
     tiles = cdiv(4096, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
+    shared = launch.SHARES > 1
+    shares = scratch("shares", shared * tiles * launch.SHARES * launch.BLOCK_M * launch.BLOCK_N, torch.float32)
+    arrived = scratch("arrived", shared * tiles, torch.int32, zero=True)
+    tiles *= launch.SHARES
     last = TILE_PROJECT_DOWN_PROJ.bind(
         launch,
         (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
@@ -2286,17 +2355,23 @@ def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, s
         b=b,
         active=index.active,
         spans=spans,
+        shares=shares,
+        arrived=arrived,
         y=y,
         rows=rows,
     )
 
-    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    @together
+    def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        y = torch.empty(rows, 4096, dtype=x.dtype, device=x.device)
         last(x, weight, y)
+
+    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(rows, 4096)
+        launch_both(x, weight, y)
         return y
 
-    return launch_both
+    return into_new
 
 
 # rows, (least, most), at which cuBLAS has the base: without adapters, and with some, where it is faster by more than

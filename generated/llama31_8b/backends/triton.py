@@ -10,6 +10,7 @@ from lorac.runtime.bound import Launches, bound
 from lorac.runtime.launch import Kernel, Moving, cdiv
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Bounds
+from lorac.runtime.together import together
 
 # qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
 
@@ -246,6 +247,7 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -476,6 +478,7 @@ def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratc
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -712,6 +715,7 @@ def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: 
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -942,6 +946,7 @@ def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scr
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)

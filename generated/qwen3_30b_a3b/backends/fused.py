@@ -15,6 +15,7 @@ from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Batch, Bounds
+from lorac.runtime.together import together
 
 
 @triton.jit
@@ -104,7 +105,7 @@ def _column(
         left = rest
     elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
-        slot = tl.load(active + step // EACH)
+        slot = tl.load(active + step // EACH, mask=step < _steps(ACTIVE, RANK, PITCH, BLOCK_K), other=-1)
         column = tl.where(slot < 0, COLUMNS, slot * PITCH + step % EACH * BLOCK_K)
     else:
         column = step * BLOCK_K
@@ -195,7 +196,8 @@ def _tile_project_qkv_proj_tile(
 def tile_project_qkv_proj(
     x, weight, h, b, active, spans, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj; with ACTIVE 0 no LoRA.
 
@@ -218,13 +220,13 @@ def tile_project_qkv_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-                BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, spans, most, y, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-            BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -683,6 +685,7 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -771,13 +774,17 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         rows=rows,
     )
 
-    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    @together
+    def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        y = torch.empty(rows, 5120, dtype=x.dtype, device=x.device)
         last(x, weight, y)
+
+    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(rows, 5120)
+        launch_both(x, weight, y)
         return y
 
-    return launch_both
+    return into_new
 
 
 # o_proj: 4096 -> o_proj 2048
@@ -842,7 +849,8 @@ def _tile_project_o_proj_tile(
 def tile_project_o_proj(
     x, weight, h, b, active, spans, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj; with ACTIVE 0 no LoRA.
 
@@ -863,13 +871,13 @@ def tile_project_o_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-                BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, spans, most, y, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_o_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-            BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -1013,8 +1021,9 @@ TILE_SHRINK_O_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 16, -1, 4, 5, True, 16, 16, 16, 16, 256, 4, 1),
         (128, 16, -1, 4, 4, True, 16, 16, 16, 16, 128, 4, 1),
-        (256, 16, -1, 4, 4, True, 16, 32, 16, 16, 128, 8, 1),
-        (1024, 16, -1, 4, 4, True, 16, 64, 16, 16, 64, 8, 1),
+        (256, 16, -1, 4, 4, True, 16, 32, 16, 16, 128, 4, 1),
+        (512, 16, -1, 4, 4, True, 16, 64, 16, 16, 64, 8, 1),
+        (1024, 16, -1, 4, 4, True, 16, 64, 16, 16, 64, 4, 1),
         (0, 16, -1, 4, 3, True, 16, 64, 16, 16, 64, 2, 1),
     ),
 )
@@ -1301,6 +1310,7 @@ def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratc
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -1389,13 +1399,17 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         rows=rows,
     )
 
-    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    @together
+    def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        y = torch.empty(rows, 2048, dtype=x.dtype, device=x.device)
         last(x, weight, y)
+
+    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(rows, 2048)
+        launch_both(x, weight, y)
         return y
 
-    return launch_both
+    return into_new
 
 
 SHARES_LIMIT = tl.constexpr(MOST_SHARES)

@@ -10,6 +10,7 @@ from lorac.runtime.bound import Launches, bound
 from lorac.runtime.launch import Kernel, Moving, cdiv
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Bounds
+from lorac.runtime.together import together
 
 # qkv_proj: 64 -> q_proj 64 | k_proj 32 | v_proj 32
 
@@ -232,6 +233,7 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -445,6 +447,7 @@ def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratc
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -666,6 +669,7 @@ def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: 
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -880,6 +884,7 @@ def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scr
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -1093,6 +1098,7 @@ def add_lm_head(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scrat
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -1281,6 +1287,7 @@ def add_embed_tokens(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: 
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)

@@ -13,6 +13,7 @@ from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Batch, Bounds
+from lorac.runtime.together import together
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def _column(
         left = rest
     elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
-        slot = tl.load(active + step // EACH)
+        slot = tl.load(active + step // EACH, mask=step < _steps(ACTIVE, RANK, PITCH, BLOCK_K), other=-1)
         column = tl.where(slot < 0, COLUMNS, slot * PITCH + step % EACH * BLOCK_K)
     else:
         column = step * BLOCK_K
@@ -194,7 +195,8 @@ def _tile_project_qkv_proj_tile(
 def tile_project_qkv_proj(
     x, weight, h, b, active, spans, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj; with ACTIVE 0 no LoRA.
 
@@ -217,13 +219,13 @@ def tile_project_qkv_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-                BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, spans, most, y, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows, ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M,
-            BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -254,25 +256,25 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         (32, 8, 1, 4, 4, True, 1, 8, 0, 1, 32, 64, 64, 0, 1, 1),
         (64, 8, 1, 4, 3, True, 1, 8, 0, 1, 64, 64, 64, 0, 1, 1),
         (128, 8, 1, 4, 3, True, 1, 8, 0, 1, 64, 64, 64, 0, 0, 1),
-        (256, 8, 1, 4, 2, True, 1, 8, 0, 0, 128, 64, 64, 0, 0, 1),
+        (256, 8, 1, 4, 2, True, 1, 8, 0, 0, 128, 64, 64, 0, 1, 1),
         (0, 8, 1, 8, 2, True, 1, 8, 1, 0, 128, 64, 64, 1, 1, 1),
         (16, 16, 1, 4, 4, True, 1, 16, 0, 1, 16, 64, 64, 0, 1, 1),
         (32, 16, 1, 4, 4, True, 1, 16, 0, 1, 32, 64, 64, 0, 1, 1),
         (64, 16, 1, 4, 3, True, 1, 16, 0, 1, 64, 64, 64, 0, 1, 1),
         (128, 16, 1, 4, 3, True, 1, 16, 0, 1, 64, 64, 64, 0, 0, 1),
-        (256, 16, 1, 4, 2, True, 1, 16, 0, 0, 128, 64, 64, 0, 0, 1),
+        (256, 16, 1, 4, 2, True, 1, 16, 0, 0, 128, 64, 64, 0, 1, 1),
         (0, 16, 1, 8, 2, True, 1, 16, 1, 0, 128, 64, 64, 1, 1, 1),
         (16, 8, 3, 4, 4, True, 4, 8, 0, 1, 16, 64, 64, 0, 1, 1),
         (32, 8, 3, 4, 4, True, 4, 8, 0, 1, 32, 64, 64, 0, 1, 1),
         (64, 8, 3, 4, 3, True, 4, 8, 0, 1, 64, 64, 64, 0, 1, 1),
         (128, 8, 3, 4, 3, True, 4, 8, 0, 1, 64, 64, 64, 0, 0, 1),
-        (256, 8, 3, 4, 2, True, 4, 8, 0, 0, 128, 64, 64, 0, 0, 1),
+        (256, 8, 3, 4, 2, True, 4, 8, 0, 0, 128, 64, 64, 0, 1, 1),
         (0, 8, 3, 8, 2, True, 4, 8, 1, 0, 128, 64, 64, 1, 1, 1),
         (16, 16, 3, 4, 4, True, 4, 16, 0, 1, 16, 64, 64, 0, 1, 1),
         (32, 16, 3, 4, 4, True, 4, 16, 0, 1, 32, 64, 64, 0, 1, 1),
         (64, 16, 3, 4, 3, True, 4, 16, 0, 1, 64, 64, 64, 0, 1, 1),
         (128, 16, 3, 4, 3, True, 4, 16, 0, 1, 64, 64, 64, 0, 0, 1),
-        (256, 16, 3, 4, 2, True, 4, 16, 0, 0, 128, 64, 64, 0, 0, 1),
+        (256, 16, 3, 4, 2, True, 4, 16, 0, 0, 128, 64, 64, 0, 1, 1),
         (0, 16, 3, 8, 2, True, 4, 16, 1, 0, 128, 64, 64, 1, 1, 1),
     ),
 )
@@ -588,6 +590,7 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
         blocks=blocks,
     )
 
+    @together
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -648,13 +651,17 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         rows=rows,
     )
 
-    def launch_both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    @together
+    def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        y = torch.empty(rows, 128, dtype=x.dtype, device=x.device)
         last(x, weight, y)
+
+    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(rows, 128)
+        launch_both(x, weight, y)
         return y
 
-    return launch_both
+    return into_new
 
 
 SHARES_LIMIT = tl.constexpr(MOST_SHARES)
