@@ -65,8 +65,6 @@ class Launch:
     def __init__(
         self, rows: int, rank: int, adapters: int, warps: int, stages: int, pdl: bool, constants: dict[str, int]
     ):
-        if interpreted() and "SHARES" in constants:
-            constants = constants | {"SHARES": 1}  # its programs wait for one another, and here run in turn
         self.rows, self.rank, self.adapters, self.pdl, self.constants = rows, rank, adapters, pdl, constants
         # FP fusion is stated, for its default changes between Triton's versions
         self.options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}

@@ -9,6 +9,7 @@ from triton.runtime import interpreter
 
 from lorac import reference
 from lorac.runtime.errors import ShapeError
+from lorac.runtime.package import backend_module
 from lorac.verify.slots import numbered
 
 # by the package's largest; of six slots of 96 columns, only those that a batch needs are read
@@ -224,3 +225,35 @@ def test_base_requests_among_segments_by_request(build, slots, package, random_o
     want = x.double() @ weight.double().T + delta
     y = requests.linear("long_proj", 0, x, weight, step).double()
     assert ((y - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE[requests.LAYOUT.dtype]
+
+
+def test_programs_that_share_a_sum_over_many_inputs(build, generator):
+    """In turn, the last of them adds up the shares; whatever was left in them before."""
+    inputs = 8264  # one more than the tiles for fewer take, and no whole number of steps
+    linear = {"in": inputs, "out": 72, "path": "mlp.long_proj"}
+    changed = spec("float32", 24) | {"name": "sharing"}
+    changed["model"] = changed["model"] | {"linears": {"long_proj": linear}, "fused": {}}
+    changed["adapters"] = changed["adapters"] | {"targets": ["long_proj"]}
+    package = build(changed)
+    slots = numbered(package, RANKS[24])("cpu")
+    a, b, rank, scale = slots.instance("long_proj", 0)
+    for slot, own in enumerate(RANKS[24]):
+        rank[slot], scale[slot] = own, 0.5 + slot
+        a[slot, :own] = torch.randn(own, inputs, generator=generator) * inputs**-0.5
+        b[:, slot, :own] = torch.randn(72, own, generator=generator) * own**-0.5
+    slots.renew_copies()
+    step = package.Step(slots, "fused")
+    rows = [row % 4 - 1 for row in range(130)]
+    step.prepare_slots("decode", rows, [1] * len(rows))
+    kernels = backend_module(package.__name__, package.BACKENDS, "fused")
+    assert kernels.TILE_PROJECT_LONG_PROJ.pick(len(rows), 24, 3).SHARES > 1
+    x, weight = (torch.randn(*shape, generator=generator) for shape in ((len(rows), inputs), (72, inputs)))
+    made = []
+    for _ in range(2):
+        made.append(package.linear("long_proj", 0, x, weight, step))
+        for tensor in step.scratch_tensors():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+    want = x.double() @ weight.double().T + reference.lora(x, a, b, rank, scale, [72], rows)
+    assert ((made[0] - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE["float32"]
+    assert torch.equal(*made)

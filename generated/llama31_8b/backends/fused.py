@@ -9,7 +9,7 @@ import triton.language as tl
 from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
 from lorac.runtime.errors import PackageError
-from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
+from lorac.runtime.launch import Kernel, Moving, cdiv, interpreted, nothing, processors
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Bounds
 from lorac.runtime.together import together
@@ -109,35 +109,52 @@ def _column(
     return column, left
 
 
+IN_TURN = tl.constexpr(interpreted())  # where programs run one after another, none waits for another
+
+
+@triton.jit
+def _all_there(arrived, SHARES: tl.constexpr):
+    """Whether this program, one of SHARES, goes on: once all are there; of programs that run in turn the last does.
+
+    Those waited for run: programs begin in their order, and neighbours wait for one another. `arrived` goes up by
+    EPOCH with every launch, whatever SHARES; so nothing need be reset, and an overflow does no harm.
+    """
+    EPOCH: tl.constexpr = 16
+    STEP: tl.constexpr = EPOCH // SHARES
+    tl.static_assert(STEP * SHARES == EPOCH)
+    tl.debug_barrier()  # what all threads have stored is there
+    before = tl.atomic_add(arrived, STEP, sem="acq_rel")
+    now = before + STEP
+    if not IN_TURN:
+        while ((now ^ before) & -EPOCH) == 0:
+            now = tl.atomic_add(arrived, 0, sem="acquire")
+        tl.debug_barrier()
+    return ((now ^ before) & -EPOCH) != 0
+
+
 @triton.jit
 def _own_rows(
     acc, shares, arrived, tile, share, SHARES: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile that SHARES programs have summed a share each: the sum of them all, for part `share` of its rows.
+    """(whether, first, sums): of a tile that SHARES programs have summed a share each, the sums of this one's rows.
 
-    Each waits for the others, which run: programs begin in their order, and neighbours are of one tile. `arrived` goes
-    up by EPOCH with every launch, whatever SHARES; so nothing need be reset, and an overflow does no harm.
+    First is where in the tile they begin. In vain where not all are there.
     """
-    EPOCH: tl.constexpr = 16
-    tl.static_assert(SHARES <= EPOCH and BLOCK_M % SHARES == 0)
-    OWN: tl.constexpr = BLOCK_M // SHARES
+    OWN: tl.constexpr = BLOCK_M if IN_TURN else BLOCK_M // SHARES
     shares += tile.to(tl.int64) * (SHARES * BLOCK_M * BLOCK_N)
     n = tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
-    own = share * OWN + tl.arange(0, OWN)
+    first = 0 if IN_TURN else share * OWN
+    own = first + tl.arange(0, OWN)
     at = row[None, :] * BLOCK_N + n[:, None] if WIDE else row[:, None] * BLOCK_N + n[None, :]
     own_at = own[None, :] * BLOCK_N + n[:, None] if WIDE else own[:, None] * BLOCK_N + n[None, :]
     tl.store(shares + share * (BLOCK_M * BLOCK_N) + at, acc)
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived + tile, EPOCH // SHARES, sem="release")
-    while ((tl.atomic_add(arrived + tile, 0, sem="acquire") ^ before) & -EPOCH) == 0:
-        pass
-    tl.debug_barrier()
-    acc = tl.zeros((BLOCK_N, OWN) if WIDE else (OWN, BLOCK_N), tl.float32)
+    there = _all_there(arrived + tile, SHARES)
+    sums = tl.zeros((BLOCK_N, OWN) if WIDE else (OWN, BLOCK_N), tl.float32)
     for other in tl.static_range(SHARES):
-        acc += tl.load(shares + other * (BLOCK_M * BLOCK_N) + own_at, cache_modifier=".cg")
-    return acc
+        sums += tl.load(shares + other * (BLOCK_M * BLOCK_N) + own_at, cache_modifier=".cg")
+    return there, first, sums
 
 
 # qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
@@ -1866,9 +1883,9 @@ def _tile_project_down_proj_tile(
     if SHARES > 1:
         if LATE and EARLY:
             tl.extra.cuda.gdc_launch_dependents()  # for those without a step over h
-        acc = _own_rows(acc, shares, arrived, number, share, SHARES, WIDE, BLOCK_M, BLOCK_N)
-        first_row += share * (BLOCK_M // SHARES)
-    row = first_row + tl.arange(0, BLOCK_M // SHARES)
+        there, first, acc = _own_rows(acc, shares, arrived, number, share, SHARES, WIDE, BLOCK_M, BLOCK_N)
+        first_row = tl.where(there, first_row + first, rows)
+    row = first_row + tl.arange(0, acc.shape[1 if WIDE else 0])
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     n = start + within
     if WIDE:
