@@ -72,7 +72,10 @@ def _launches(workload: Workload, step: Step) -> dict[str, Callable[[], object]]
         y = workload.base(name, layer, step.batch.padded)
         calls[f"add {name}"] = lambda name=name, layer=layer, x=x, y=y: workload.package.add(name, layer, x, y, step)
         if name in getattr(step.backend, "LINEAR", {}):
-            calls[f"linear {name}"] = lambda name=name, layer=layer: workload.run(step, name, layer)
+            weight = workload.weight(name, layer)
+            calls[f"linear {name}"] = lambda name=name, layer=layer, x=x, weight=weight: workload.package.linear(
+                name, layer, x, weight, step
+            )
     return calls
 
 

@@ -57,6 +57,8 @@ class _Graph:
         self.device, self.cuda = tensors[0].device.index, _driver()
         self.stream_of = driver.active.get_current_stream
         self.addresses = [tensor.data_ptr() for tensor in tensors]
+        if len(set(self.addresses)) < len(tensors):
+            raise _DriverError("tensors that share memory are not told apart")
         graph, executable = _captured(run, tensors, self.cuda)
         self.executable = executable.value
         _alive += 1
@@ -70,8 +72,9 @@ class _Graph:
     def launch(self, addresses: list[int]) -> bool:
         """Launch on the current stream for tensors at these addresses; False on a thread without a context."""
         if addresses != self.addresses:
+            moved = {at for at, address in enumerate(addresses) if address != self.addresses[at]}
             for node in self.nodes:
-                node.tell(self.cuda, self.executable, addresses)
+                node.tell(self.cuda, self.executable, addresses, moved)
             self.addresses = addresses
         result = self.cuda.cuGraphLaunch(self.executable, self.stream_of(self.device))
         if result == _INVALID_CONTEXT:
@@ -115,9 +118,12 @@ class _Node:
                     self.places.append((tensor, start + offset, size == _DESCRIPTOR))
         self.params.values = ctypes.cast(self.values, ctypes.POINTER(ctypes.c_void_p))
 
-    def tell(self, cuda: ctypes.CDLL, executable: int, addresses: list[int]) -> None:
-        """Have the next launches find the tensors at these addresses."""
-        for tensor, place, in_descriptor in self.places:
+    def tell(self, cuda: ctypes.CDLL, executable: int, addresses: list[int], moved: set[int]) -> None:
+        """Have the next launches find the tensors that have `moved` at their new addresses."""
+        places = [of for of in self.places if of[0] in moved]
+        if not places:
+            return
+        for tensor, place, in_descriptor in places:
             if in_descriptor:
                 cuda.cuTensorMapReplaceAddress(place, addresses[tensor])
             else:

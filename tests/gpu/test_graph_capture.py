@@ -35,7 +35,10 @@ def test_every_key_is_captured_where_synchronising_is_an_error(package, model, s
 def kernels_of(step) -> tuple[set[str], set[str]]:
     """Names of all kernels of a backend, and of those that are its base layers, in every graph."""
     every = {kernel.name for kernel in (step.tables.ROUTE, *step.backend.KERNELS)}
-    return every, {f"project_{module}" for module in getattr(step.backend, "LINEAR", {})}
+    own = {
+        f"{stage}_{module}" for stage in ("project", "tile_project") for module in getattr(step.backend, "LINEAR", {})
+    }
+    return every, own & every
 
 
 def test_a_replay_without_lora_runs_no_lora_kernel(package, model, step):
