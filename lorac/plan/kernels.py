@@ -1,7 +1,7 @@
 """Kernels: which launch configuration serves which rows, rank and module, no block larger than its dimension."""
 
 from dataclasses import replace
-from math import gcd
+from math import gcd, prod
 
 from lorac.plan.model import KernelPlan, Launch, LibraryPlan, ModulePlan, ScratchPlan, Variant
 from lorac.spec.backend import Declaration, Kernel, Scratch, Tile
@@ -103,9 +103,14 @@ def plan_kernels(
     return tuple(plans)
 
 
+def sharing(tile: dict[str, int]) -> int:
+    """How many programs share a sum over K."""
+    return prod(tile.get(name, 1) for name in SPLITS)
+
+
 def splits(launch: Launch) -> bool:
-    """Whether several of its programs share a sum."""
-    return any(dict(launch.tile).get(name, 1) > 1 for name in SPLITS)
+    """Whether several of its programs do."""
+    return sharing(dict(launch.tile)) > 1
 
 
 def _scratch(name: str, declared: Scratch, split: bool, dtype: str) -> ScratchPlan:
@@ -242,7 +247,7 @@ def _fills(tile: Tile, rows: int, module: ModulePlan, targets: tuple[str, ...]) 
         return True
     sizes = tile.sizes
     tiles = -(-rows // sizes["BLOCK_M"]) * sum(-(-part.width // sizes["BLOCK_N"]) for part in module.slices)
-    tiles *= sizes.get("SHARES", 1)
+    tiles *= sharing(sizes)
     counts = [PROCESSORS[target] for target in targets if target in PROCESSORS]
     return all(100 * tiles >= tile.fill * -(-tiles // count) * count for count in counts)
 

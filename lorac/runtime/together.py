@@ -41,8 +41,10 @@ class Together:
 
     def _one_by_one(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self.run(*tensors)
+        if self.calls >= OFTEN or self.capturing():
+            return
         self.calls += 1
-        if self.calls == OFTEN and _alive < MOST and not self.capturing():
+        if self.calls == OFTEN and _alive < MOST:
             try:
                 self.graph = _Graph(self.run, tensors)
             except _DriverError as error:

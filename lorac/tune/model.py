@@ -7,7 +7,7 @@ and ends by reading and writing its tile of results. Only the order of its answe
 from dataclasses import dataclass
 from math import ceil, prod
 
-from lorac.plan.kernels import ITEMSIZE, block_of
+from lorac.plan.kernels import ITEMSIZE, block_of, sharing
 from lorac.plan.model import Launch, ModulePlan
 from lorac.runtime.segments import Segments, chunk_of
 from lorac.spec.backend import Kernel
@@ -59,7 +59,7 @@ class Model:
 
     def _divide(self, tile: dict[str, int], segments: int, rows: int) -> "_Work":
         """How a tile cuts a batch into programs."""
-        kernel, inner, split = self.kernel, reduction(self.kernel), tile.get("SPLIT_K", 1)
+        kernel, inner, split = self.kernel, reduction(self.kernel), sharing(tile)
         programs, results = segments * split, 1
         outer = _outer(kernel, tile, inner)
         for block, dim in outer.items():

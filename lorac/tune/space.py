@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, log2
 
-from lorac.plan.kernels import ANY_ADAPTERS, UNLIMITED, block_of, extents, fit
+from lorac.plan.kernels import ANY_ADAPTERS, UNLIMITED, block_of, extents, fit, sharing
 from lorac.plan.model import KernelPlan, Launch, ModulePlan
 from lorac.spec.backend import Kernel, Tile
 
@@ -215,7 +215,7 @@ def _steps(kernel: Kernel, module: ModulePlan, site: Site, slot_columns: int, ti
     block = reduction(kernel)
     if block not in kernel.dims:
         return max(STAGES)
-    return -(-extent(kernel, module, site, slot_columns, block) // (tile[block] * tile.get("SPLIT_K", 1)))
+    return -(-extent(kernel, module, site, slot_columns, block) // (tile[block] * sharing(tile)))
 
 
 def _size_names(kernel: Kernel) -> list[str]:

@@ -7,7 +7,7 @@ from math import prod
 from lorac.errors import BuildError
 from lorac.fingerprint import fingerprint
 from lorac.plan.build import Tuned, make_plan
-from lorac.plan.kernels import ANY_ADAPTERS, UNBOUNDED, block_of, launched
+from lorac.plan.kernels import ANY_ADAPTERS, SPLITS, UNBOUNDED, block_of, launched
 from lorac.plan.model import KernelPlan, Launch, Plan
 from lorac.render.package import launch_row, render
 from lorac.spec.backend import Declaration, Kernel, Tile
@@ -201,7 +201,7 @@ def _demanding(search: Search, kernel: Kernel) -> list[Tile]:
 
     The largest block of a dimension is ragged if any is. The tiles' bounds do not matter: a search sets launches.
     """
-    demands = ["SPLIT_K", *(block for block, dim in kernel.dims.items() if dim in ("in", "out"))]
+    demands = [*SPLITS, *(block for block, dim in kernel.dims.items() if dim in ("in", "out"))]
     tiles = [Tile(module=search.site.module, rows=1, library=True)] if any(map(in_library, search.seeds)) else []
     for name in demands:
         launch = max(search.predicted, key=lambda launch: dict(launch.tile).get(name, 1))

@@ -125,3 +125,17 @@ def test_base_rows_must_keep_their_bits(task, measurer, stage, rows, blocks):
 def test_a_call_as_chosen_is_compared_over_all_its_batches(task, measurer):
     declared = task.declared(task.beside(site("tile_project", 8)))
     assert measurer.compare(declared, declared) == dict.fromkeys([(0, 32), (1, 32), (3, 32)], (10.0, 10.0))
+
+
+def test_programs_that_share_a_sum_can_be_run_though_none_were_declared(task):
+    """A kernel takes what sharing needs only where some tile of its plan shares."""
+    kernels = ("fused", "tile_project_down_proj"), ("fused", "tile_project_qkv_proj")
+    tried = [
+        dict(of.tile)["SHARES"]
+        for search in task.searches.values()
+        for of in search.predicted
+        if "SHARES" in dict(of.tile)
+    ]
+    assert {1, 2} <= set(tried)
+    for kernel in kernels:
+        assert {"SHARES", "shares"} <= {*task._kernels[kernel].constants, *dict(task._kernels[kernel].arguments)}

@@ -123,7 +123,8 @@ def test_mistakes_in_a_table_are_placed(spec, table, old, new, message):
 )
 def test_mistakes_in_a_table_of_tiles_are_placed(spec, table, old, new, message):
     spec.write_text(spec.read_text().replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
-    tile = "rows: 8, SPARSE: 0, WIDE: 1, BLOCK_M: 16, BLOCK_N: 64, BLOCK_K: 64, LOOP: 0, EARLY: 0, warps: 4, stages: 4"
+    sizes = "SPARSE: 0, WIDE: 1, BLOCK_M: 16, BLOCK_N: 64, BLOCK_K: 64, SHARES: 1, LOOP: 0, EARLY: 0"
+    tile = f"rows: 8, {sizes}, warps: 4, stages: 4"
     head = TABLE[: TABLE.index("  triton:")]
     text = f"{head}  fused:\n    tile_project:\n      - {{{tile}}}\n"
     table.write_text(text)

@@ -1,0 +1,165 @@
+"""Launches made together, against a driver that keeps graphs in Python: what kernels are told, and when not to."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lorac.runtime import together
+from lorac.runtime.errors import PackageError
+
+POINTER, DESCRIPTOR, SCALAR = 8, 128, 4
+FAR = 0x7F00_0000_0000
+
+
+class Driver:
+    """One graph of two kernels: (x, rows) and (x by descriptor, weight by descriptor, a fixed one, y).
+
+    A descriptor hides its address, as the real one does. `launched` has what each launch would have run with.
+    """
+
+    def __init__(self, addresses: list[int]):
+        x, weight, y = addresses
+        self.kernels = [
+            [self._pointer(x), (16).to_bytes(SCALAR, "little")],
+            [*map(self._descriptor, (x, weight, FAR)), self._pointer(y)],
+        ]
+        self.memory = [[ctypes.create_string_buffer(value, len(value)) for value in of] for of in self.kernels]
+        self.pointers = [(ctypes.c_void_p * len(of))(*map(ctypes.addressof, of)) for of in self.memory]
+        self.told, self.launched, self.result = [], [], 0
+
+    @staticmethod
+    def _pointer(address: int) -> bytes:
+        return address.to_bytes(POINTER, "little")
+
+    @staticmethod
+    def _descriptor(address: int) -> bytes:
+        return bytes(40) + (address ^ 0x5A5A).to_bytes(POINTER, "big") + bytes(DESCRIPTOR - 40 - POINTER)
+
+    def cuGraphKernelNodeGetParams_v2(self, node, at):
+        params = together._NodeParams.from_address(at)
+        params.function, params.values = node, ctypes.cast(self.pointers[node - 1], ctypes.POINTER(ctypes.c_void_p))
+        return 0
+
+    def cuFuncGetParamInfo(self, function, index, offset, size):
+        sizes = [len(value) for value in self.kernels[function - 1]]
+        if index == len(sizes):
+            return 1
+        ctypes.c_size_t.from_address(offset).value = sum(-(-of // 64) * 64 for of in sizes[:index])
+        ctypes.c_size_t.from_address(size).value = sizes[index]
+        return 0
+
+    def cuTensorMapReplaceAddress(self, place, address):
+        ctypes.memmove(place, self._descriptor(address), DESCRIPTOR)
+        return 0
+
+    def cuGraphExecKernelNodeSetParams_v2(self, executable, node, at):
+        values = together._NodeParams.from_address(at).values
+        self.kernels[node - 1] = [ctypes.string_at(values[i], len(of)) for i, of in enumerate(self.kernels[node - 1])]
+        self.told.append(node)
+        return 0
+
+    def cuGraphLaunch(self, executable, stream):
+        if not self.result:
+            self.launched.append([list(of) for of in self.kernels])
+        return self.result
+
+
+@pytest.fixture
+def tensors():
+    return [torch.zeros(4) for _ in range(3)]
+
+
+@pytest.fixture
+def driver(tensors, monkeypatch):
+    driver = Driver([tensor.data_ptr() for tensor in tensors])
+    handle = ctypes.c_void_p(7)
+    monkeypatch.setattr(together, "_driver", lambda: driver)
+    monkeypatch.setattr(together, "_captured", lambda run, tensors, cuda: (handle, handle))
+    monkeypatch.setattr(together, "_nodes", lambda cuda, graph: [1, 2])
+    monkeypatch.setattr(together, "_destroy", lambda *of: None)
+    monkeypatch.setattr(
+        together, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
+    )
+    monkeypatch.setattr(together, "_alive", 0)
+    monkeypatch.setattr(together, "OFTEN", 3)
+    return driver
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    state = {"now": False}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["now"])
+    return state
+
+
+def test_a_graph_from_the_nth_call_on_told_only_what_moved(driver, capturing, tensors):
+    plain = []
+    run = together.Together(lambda *of: plain.append(of))
+    for _ in range(5):
+        run(*tensors)
+    assert len(plain) == 3 and len(driver.launched) == 2 and driver.told == []
+    x, weight, _ = tensors
+    y = torch.zeros(4)
+    run(x, weight, y)
+    assert driver.told == [2], "the first kernel knows nothing of y"
+    moved = [torch.zeros(4) for _ in range(3)]
+    run(*moved)
+    assert driver.told == [2, 1, 2] and len(plain) == 3
+    for launched, of in zip(driver.launched[-2:], ((x, weight, y), moved), strict=True):
+        assert launched == Driver([tensor.data_ptr() for tensor in of]).kernels
+    run(*moved)
+    assert driver.told == [2, 1, 2]
+
+
+def test_captures_take_the_kernels_themselves(driver, capturing, tensors):
+    plain = []
+    run = together.Together(lambda *of: plain.append(of))
+    capturing["now"] = True
+    for _ in range(4):
+        run(*tensors)
+    assert run.graph is None, "made in no capture"
+    capturing["now"] = False
+    for _ in range(4):
+        run(*tensors)
+    assert len(plain) == 7 and len(driver.launched) == 1
+    capturing["now"] = True
+    run(*tensors)
+    assert len(plain) == 8 and len(driver.launched) == 1
+
+
+def test_tensors_that_cannot_be_told_apart_are_launched_one_by_one(driver, capturing, tensors):
+    x, weight, _ = tensors
+    plain = []
+    run = together.Together(lambda *of: plain.append(of))
+    with pytest.warns(RuntimeWarning, match="share memory"):
+        for _ in range(6):
+            run(x, weight, x)
+    elsewhere = together.Together(lambda *of: plain.append(of))
+    with pytest.warns(RuntimeWarning, match=r"only \[0, 1\] are found"):
+        for _ in range(6):
+            elsewhere(x, weight, torch.zeros(4))
+    assert len(plain) == 12 and not driver.launched
+
+
+def test_no_more_graphs_than_are_good(driver, capturing, tensors, monkeypatch):
+    monkeypatch.setattr(together, "MOST", 1)
+    first, second = (together.Together(lambda *of: None) for _ in range(2))
+    for run in (first, second):
+        for _ in range(4):
+            run(*tensors)
+    assert first.graph is not None and second.graph is None
+
+
+def test_what_the_driver_says_of_a_launch(driver, capturing, tensors):
+    plain = []
+    run = together.Together(lambda *of: plain.append(of))
+    for _ in range(3):
+        run(*tensors)
+    driver.result = 201  # a thread that has no context yet
+    run(*tensors)
+    assert len(plain) == 4
+    driver.result = 700
+    with pytest.raises(PackageError, match="CUDA error 700"):
+        run(*tensors)
