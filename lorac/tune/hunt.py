@@ -7,19 +7,19 @@ from typing import Protocol
 from lorac.plan.model import Launch
 from lorac.tune.batches import Batch
 from lorac.tune.journal import Journal
-from lorac.tune.search import CLEARLY, DeviceLost, Result
+from lorac.tune.search import DeviceLost, Result
 from lorac.tune.space import Site
-from lorac.tune.task import Task
+from lorac.tune.task import Task, of_layer
 
 _AT_ONCE = 3  # candidates timed beside the best in one visit of a site
 _PER_CALL = 0.8  # seconds kept for compiling what a call launches in the end, and timing it beside what is declared
 _LAST_SHARE = 0.2  # of the budget, at most, for all of those
 _WAIT = 0.5  # seconds to wait for the compiler before the budget is looked at again
-_NO_GAIN = "no faster than what is declared, measured once more"
+_NO_GAIN = "no faster than what is declared, measured once more in whole layers"
 _TOO_LATE = "not compiled for every batch in time"
 
 
-Compared = dict[Batch, tuple[float, float]]  # µs of a call as declared, and as chosen
+Compared = dict[Batch, tuple[float, float]]  # µs of layers with a call as declared, and as chosen
 
 
 class Measures(Protocol):
@@ -27,7 +27,9 @@ class Measures(Protocol):
 
     def measure(self, site: Site, chosen: dict[Site, Launch], tried: list[Launch]) -> list[Result]: ...
 
-    def compare(self, declared: dict[Site, Launch], chosen: dict[Site, Launch]) -> Compared: ...
+    def compare(
+        self, declared: dict[Site, Launch], chosen: dict[Site, Launch], around: dict[Site, Launch]
+    ) -> Compared: ...
 
 
 class Compiles(Protocol):
@@ -99,7 +101,10 @@ class Hunt:
                     waiting.remove(site)
 
     def confirm(self) -> dict[Site, Compared]:
-        """Time every call once more as chosen beside as declared; where it is no faster, the declared tiles stay."""
+        """Time every call once more in whole layers, as chosen and as declared; no faster there, it stays as declared.
+
+        The other calls of its layers are as they are chosen by then.
+        """
         compared: dict[Site, Compared] = {}
         calls = self._calls()
         for number, sites in enumerate(calls):
@@ -107,10 +112,11 @@ class Hunt:
             if chosen == {site: launch for site, launch in declared.items() if site in chosen} or self.left < 0:
                 continue
             self.show(1 - max(0.0, self.left) / self.budget, f"{number} of {len(calls)} calls timed once more")
-            times = self.measurer.compare(declared, chosen)
+            layer = [site for site in self.task.searches if of_layer(site) == of_layer(sites[0]) and site not in sites]
+            times = self.measurer.compare(declared, chosen, self.task.chosen(layer))
             compared[sites[0]] = times
             before, after = (sum(of) for of in zip(*times.values(), strict=True)) if times else (0.0, 0.0)
-            if not after < CLEARLY * before:
+            if not after < before:  # alone it has been clearly faster
                 for site in sites:
                     search = self.task.searches[site]
                     undeclared = [launch for launch in search.times if launch != search.declared]

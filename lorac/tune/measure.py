@@ -61,20 +61,29 @@ class Measurer:
             raise BuildError(f"{site.backend}.{site.kernel} at {site.rows} rows is wrong as declared: {best.problem}")
         return [Result(of.us, best.us, of.problem, of.bits, best.bits) for of in others]
 
-    def compare(self, declared: Chosen, chosen: Chosen) -> dict[Batch, tuple[float, float]]:
-        """µs of a whole call as declared and as chosen, by batch; empty where one of them computes something wrong."""
+    def compare(self, declared: Chosen, chosen: Chosen, around: Chosen) -> dict[Batch, tuple[float, float]]:
+        """µs with one call as declared and as chosen, by batch; empty where one of them computes something wrong.
+
+        Of whole layers, whose other calls are as `around` has them: what wins alone may lose there, where other
+        modules' launches are its neighbours. Of the call alone for a module that layers have not.
+        """
+        whole = bool(self.workload.common) and min(chosen).module in self.workload.per_layer
         batches = sorted({batch for site in chosen for batch in self.batches(site)}, key=lambda batch: batch[::-1])
         times: dict[Batch, tuple[float, float]] = {}
         for _, group in groupby(batches, key=lambda batch: batch[1]):  # all slots have the rank that was asked for last
             of_rank = list(group)
-            before, after = self._timed(min(chosen), of_rank, [declared, chosen], *_LONGER)
+            calls = [around | declared, around | chosen]
+            before, after = self._timed(min(chosen), of_rank, calls, *_LONGER, whole=whole)
             if before.problem or after.problem:
                 return {}
             times |= dict(zip(of_rank, zip(before.us, after.us, strict=True), strict=True))
         return times
 
-    def _timed(self, site: Site, batches: list[Batch], calls: list[Chosen], *replays) -> list[Timed]:
-        """Every call over every batch, all of one rank, their graphs replayed in turns."""
+    def _timed(
+        self, site: Site, batches: list[Batch], calls: list[Chosen], *replays, whole: bool = False
+    ) -> list[Timed]:
+        """Every call over every batch, all of one rank, their graphs replayed in turns; alone, or in `whole` layers."""
+        run = self._layers if whole else self._alone
         steps = [self.workload.step(site.backend, site.rows, count, rank) for count, rank in batches]
         _make_room()
         pool = torch.cuda.graph_pool_handle()
@@ -84,16 +93,21 @@ class Measurer:
             try:
                 bits, problem = self._checked(site, steps, batches[0][1], chosen)
                 if not problem:
-                    graphs += [capture(lambda step=step: self._run(step, site.module), pool) for step in steps]
+                    graphs += [capture(lambda step=step: run(step, site.module), pool) for step in steps]
             except RuntimeError as error:
                 bits, problem = 0, self._words(site, error)
             found.append(Timed((), bits, problem))
         times = iter(interleaved(graphs, *replays) if graphs else [])
         return [of if of.problem else Timed(tuple(next(times).us for _ in steps), of.bits) for of in found]
 
-    def _run(self, step: Step, module: str) -> None:
+    def _alone(self, step: Step, module: str) -> None:
         for layer in self.workload.layers[module]:
             self.workload.run(step, module, layer)
+
+    def _layers(self, step: Step, module: str) -> None:
+        for layer in self.workload.common:
+            for of in self.workload.per_layer:
+                self.workload.run(step, of, layer)
 
     def _checked(self, site: Site, steps: list[Step], rank: int, chosen: Chosen) -> tuple[int, str]:
         """(what stands for base rows' bits, what is wrong): run eagerly, the second time on poisoned scratch."""

@@ -10,10 +10,10 @@ from lorac.tune.space import Site
 
 
 def report(outcome: Outcome) -> str:
-    """Per module and batch what its calls take with the tiles chosen; what could not serve; where the table lies."""
+    """Per module and batch what layers take with its tiles chosen; what could not serve; where the table lies."""
     lines = [
-        "time of base and LoRA with the tiles chosen, over that with those declared, which took so many µs for some",
-        "layers; by rows of the batch; empty: tiles as declared",
+        "time of some layers, base and LoRA, with a module's tiles as chosen, over that with them as declared, in µs;",
+        "by rows of the batch; empty: tiles as declared",
         _calls(outcome),
         *_failures(outcome.searches),
         f"{sum(len(search.tried) for search in outcome.searches.values())} configurations tried",

@@ -185,6 +185,11 @@ def _within(launch: Launch, site: Site) -> bool:
     return launch.rank <= site.rank and (site.adapters == ANY_ADAPTERS or launch.adapters <= site.adapters)
 
 
+def of_layer(site: Site) -> tuple[str, int]:
+    """What the sites of one layer share."""
+    return site.backend, site.rows
+
+
 def _call(site: Site) -> tuple[str, str, int]:
     return site.backend, site.module, site.rows
 

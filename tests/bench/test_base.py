@@ -38,7 +38,7 @@ class Measurer:
         best = self.bits(chosen[site])
         return [Result(of, us[0], "", self.bits(launch), best) for of, launch in zip(us[1:], tried, strict=True)]
 
-    def compare(self, declared, chosen):
+    def compare(self, declared, chosen, around):
         once_more = self.again(declared, chosen)
         if once_more:
             return once_more
@@ -157,6 +157,28 @@ def test_a_tile_that_sums_otherwise_is_not_for_them(spec):
     plan = plan_spec(spec).plan
     bare, adapted = (dict(at(plan, "tile_project", "down_proj", 64, rank=rank).tile) for rank in (0, 32))
     assert bare["LOOP"] == adapted["LOOP"]
+
+
+def test_what_wins_alone_and_loses_in_layers_stays_as_declared(spec):
+    """The other calls of a layer are there as they are chosen by then, and only they."""
+    seen = []
+
+    class InLayers(Measurer):
+        def compare(self, declared, chosen, around):
+            modules, rows = {site.module for site in chosen}, {site.rows for site in (*chosen, *around)}
+            assert len(modules) == len(rows) == 1 and not modules & {site.module for site in around}
+            seen.append((modules.pop(), rows.pop(), around))
+            return {(1, 32): (10.0, 12.0) if seen[-1][0] == "down_proj" else (10.0, 9.99)}
+
+    before = plan_spec(spec).plan
+    search(spec, InLayers(steady), rows=ROWS)
+    after = plan_spec(spec).plan
+    assert {module for module, *_ in seen} == {"qkv_proj", "down_proj"}
+    old, new = (settings(at(plan, "tile_project", "down_proj", 64)) for plan in (before, after))
+    assert old == new
+    old, new = (settings(at(plan, "tile_project", "qkv_proj", 64)) for plan in (before, after))
+    assert old != new, "a little is enough of what has been clearly faster alone"
+    assert all({site.module for site in around} == {"qkv_proj", "down_proj"} - {module} for module, _, around in seen)
 
 
 def test_what_is_no_faster_once_more_stays_as_declared_also_from_the_journal(spec):

@@ -114,17 +114,37 @@ def test_base_rows_must_keep_their_bits(task, measurer, stage, rows, blocks):
     assert same.problem == other.problem == ""
     assert same.bits == same.best_bits != other.bits
     declared = {name: launch for name, launch in chosen.items() if name.stage != "tile_expand"} | {of: short}
-    assert measurer.compare(declared, declared) and measurer.compare(declared, declared | {of: long})
+    assert measurer.compare(declared, declared, {}) and measurer.compare(declared, declared | {of: long}, {})
     mixed = declared | {replace(of, adapters=BARE): long}
-    assert measurer.compare(declared, mixed) == {}, "base rows would change with their neighbours"
+    assert measurer.compare(declared, mixed, {}) == {}, "base rows would change with their neighbours"
     if stage == "tile_project":
         alone = declared | {replace(of, adapters=BARE): library(of)}
-        assert measurer.compare(declared, alone), "but the library may have them where they are alone"
+        assert measurer.compare(declared, alone, {}), "but the library may have them where they are alone"
 
 
 def test_a_call_as_chosen_is_compared_over_all_its_batches(task, measurer):
     declared = task.declared(task.beside(site("tile_project", 8)))
-    assert measurer.compare(declared, declared) == dict.fromkeys([(0, 32), (1, 32), (3, 32)], (10.0, 10.0))
+    assert measurer.compare(declared, declared, {}) == dict.fromkeys([(0, 32), (1, 32), (3, 32)], (10.0, 10.0))
+
+
+def test_a_call_is_compared_in_whole_layers(task, measurer, monkeypatch):
+    """All modules of each layer run, the other ones' calls as they are said to be."""
+    here, other = (
+        task.declared(task.beside(Site("fused", "tile_project", of, 32, ANY_ADAPTERS, 8)))
+        for of in ("down_proj", "qkv_proj")
+    )
+    of = next(site for site in other if site.stage == "tile_shrink")
+    tried = max(task.searches[of].predicted, key=_breadth)
+    assert tried != other[of]
+    calls = []
+    monkeypatch.setattr(measurer.workload, "run", lambda step, module, layer: calls.append((module, layer)))
+    monkeypatch.setattr(measurer, "_checked", lambda *_: (0, ""))
+    monkeypatch.setattr(measure, "capture", lambda run, pool: run())
+    assert measurer.compare(here, here, other | {of: tried})
+    layers, graphs = measurer.workload.common, 2 * 3
+    assert calls == [(module, layer) for layer in layers for module in ("qkv_proj", "down_proj")] * graphs
+    installed = measurer._kernel(of).launches
+    assert {launch.BLOCK_N for launch in installed} == {dict(tried.tile)["BLOCK_N"]}
 
 
 def test_programs_that_share_a_sum_can_be_run_though_none_were_declared(task):
