@@ -54,6 +54,7 @@ class Compiled:
                 launch.launch_pdl = captured()  # as `run` says
             launch(x, y, z, stream_of(device), *values)
 
+        call.places = len(moving)  # parameters that say where a tensor is
         return call
 
     def run(self, grid: tuple[int, ...], device: int, arguments) -> None:

@@ -49,6 +49,9 @@ def nothing(*tensors: torch.Tensor) -> None:
     """What stands for the launches of work there is none of."""
 
 
+nothing.places = 0  # as those of `Compiled.bound`
+
+
 class Moving(NamedTuple):
     """Stands in `Kernel.bind` for a tensor that each launch is given: all of it but its address is fixed."""
 

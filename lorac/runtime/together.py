@@ -5,85 +5,95 @@ kernels costs 3, and 2 for each kernel that is told new addresses. The kernels o
 """
 
 import ctypes
+import functools
+import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import triton
 from triton.runtime.driver import driver
 
-from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import interpreted
 
 OFTEN = 16  # calls after which a graph is made, which takes the time of as many
 MOST = 1024  # graphs of a process, 0.11 MB of device memory each; further launches are made one by one
 _POINTER, _DESCRIPTOR = 8, 128  # bytes of the parameters that tell a kernel where a tensor is
 _RELAXED = 2  # capture mode: what is done here belongs in no capture, and breaks none of another thread's
-_INVALID_CONTEXT = 201
+_NON_BLOCKING = 1  # a stream that does not wait for the default one
 
 _alive = 0
 
 
 class Together:
-    """`run(*tensors)`, whose launches depend on its tensors' addresses alone; see the module."""
+    """`run(*tensors)`, whose launches depend on its tensors' addresses alone; see the module.
 
-    def __init__(self, run: Callable[..., None]):
-        self.run, self.calls, self.graph = run, 0, None
+    `places` counts the parameters that say where one of those is.
+    """
+
+    def __init__(self, run: Callable[..., None], places: int):
+        self.run, self.places, self.calls, self.graph, self.refused = run, places, 0, None, False
         self.capturing, self.hooks = torch.cuda.is_current_stream_capturing, triton.knobs.runtime
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         # a capture takes the kernels themselves, to chain them to others; a profiler's hooks want to see each
-        if self.graph is None or self.capturing() or self.hooks.launch_enter_hook.calls:
-            self._one_by_one(tensors)
-        else:
-            self.graph.launch([tensor.data_ptr() for tensor in tensors]) or self.run(*tensors)
+        if self.capturing() or self.hooks.launch_enter_hook.calls:
+            self.run(*tensors)
+        elif self.graph is None:
+            self.run(*tensors)
+            self._count(tensors)
+        elif self.graph.launch([tensor.data_ptr() for tensor in tensors]):
+            # not launched: a thread without a context, or what a launch by itself will raise
+            self.run(*tensors)
 
-    def _one_by_one(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self.run(*tensors)
-        if self.calls >= OFTEN or self.capturing():
-            return
+    def _count(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Make the graph once there have been as many calls, where it may be made."""
         self.calls += 1
-        if self.calls == OFTEN and _alive < MOST:
-            try:
-                self.graph = _Graph(self.run, tensors)
-            except _DriverError as error:
-                warnings.warn(f"kernels of a module are launched one by one: {error}", RuntimeWarning, stacklevel=2)
+        if self.calls % OFTEN or self.refused or _alive >= MOST or not all(tensor.numel() for tensor in tensors):
+            return
+        if threading.active_count() > 1:
+            return  # another thread may wait for the whole device, which fails while anything is captured on it
+        try:
+            self.graph = _Graph(self.run, tensors, self.places)
+        except _DriverError as error:
+            self.refused = True
+            warnings.warn(f"kernels of a module are launched one by one: {error}", RuntimeWarning, stacklevel=3)
 
 
 class _Graph:
     """An instantiated graph of the kernels that `run(*tensors)` launches."""
 
-    def __init__(self, run: Callable[..., None], tensors: tuple[torch.Tensor, ...]):
+    def __init__(self, run: Callable[..., None], tensors: tuple[torch.Tensor, ...], places: int):
+        """Raises _DriverError where it cannot be made, or tensors not be told apart among the parameters."""
         global _alive
         self.device, self.cuda = tensors[0].device.index, _driver()
         self.stream_of = driver.active.get_current_stream
         self.addresses = [tensor.data_ptr() for tensor in tensors]
         if len(set(self.addresses)) < len(tensors):
-            raise _DriverError("tensors that share memory are not told apart")
+            raise _DriverError("tensors at one address are not told apart")
         graph, executable = _captured(run, tensors, self.cuda)
         self.executable = executable.value
         _alive += 1
         # atexit the driver may be gone before
         weakref.finalize(self, _destroy, self.cuda, graph, executable).atexit = False
         self.nodes = [_Node(self.cuda, node, self.addresses) for node in _nodes(self.cuda, graph)]
-        told = {at for node in self.nodes for at, *_ in node.places}
-        if told != set(range(len(tensors))):
-            raise _DriverError(f"of {len(tensors)} tensors only {sorted(told)} are found among the parameters")
+        found = sum(len(node.places) for node in self.nodes)
+        if found != places:
+            raise _DriverError(f"{found} of their parameters, not {places}, are found to say where tensors are")
 
-    def launch(self, addresses: list[int]) -> bool:
-        """Launch on the current stream for tensors at these addresses; False on a thread without a context."""
+    def launch(self, addresses: list[int]) -> int:
+        """Launch on the current stream for tensors at these addresses; returns the driver's error, 0 for none."""
         if addresses != self.addresses:
-            moved = {at for at, address in enumerate(addresses) if address != self.addresses[at]}
+            known, self.addresses = self.addresses, [0] * len(addresses)  # unless all kernels are told, none is known
+            moved = {at for at, address in enumerate(addresses) if address != known[at]}
             for node in self.nodes:
-                node.tell(self.cuda, self.executable, addresses, moved)
+                error = node.tell(self.cuda, self.executable, addresses, moved)
+                if error:
+                    return error
             self.addresses = addresses
-        result = self.cuda.cuGraphLaunch(self.executable, self.stream_of(self.device))
-        if result == _INVALID_CONTEXT:
-            return False
-        if result:
-            raise PackageError(f"a graph of a module's kernels was not launched: CUDA error {result}")
-        return True
+        return self.cuda.cuGraphLaunch(self.executable, self.stream_of(self.device))
 
 
 class _NodeParams(ctypes.Structure):
@@ -120,19 +130,19 @@ class _Node:
                     self.places.append((tensor, start + offset, size == _DESCRIPTOR))
         self.params.values = ctypes.cast(self.values, ctypes.POINTER(ctypes.c_void_p))
 
-    def tell(self, cuda: ctypes.CDLL, executable: int, addresses: list[int], moved: set[int]) -> None:
-        """Have the next launches find the tensors that have `moved` at their new addresses."""
+    def tell(self, cuda: ctypes.CDLL, executable: int, addresses: list[int], moved: set[int]) -> int:
+        """Have the next launches find the tensors that have `moved`; returns the driver's error, 0 for none."""
         places = [of for of in self.places if of[0] in moved]
-        if not places:
-            return
         for tensor, place, in_descriptor in places:
             if in_descriptor:
-                cuda.cuTensorMapReplaceAddress(place, addresses[tensor])
+                error = cuda.cuTensorMapReplaceAddress(place, addresses[tensor])
+                if error:
+                    return error
             else:
                 ctypes.c_uint64.from_address(place).value = addresses[tensor]
-        result = cuda.cuGraphExecKernelNodeSetParams_v2(executable, self.node, ctypes.addressof(self.params))
-        if result:
-            raise PackageError(f"a kernel of a graph was not told its tensors' addresses: CUDA error {result}")
+        if not places:
+            return 0
+        return cuda.cuGraphExecKernelNodeSetParams_v2(executable, self.node, ctypes.addressof(self.params))
 
 
 class _DriverError(Exception):
@@ -141,22 +151,37 @@ class _DriverError(Exception):
 
 def _captured(run, tensors, cuda: ctypes.CDLL) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     """(graph, executable) of what `run` launches, from a capture on a stream of its own."""
-    graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+    # not of torch's, of which there are few: another thread may be copying on each
+    stream, graph, executable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    with _relaxed(cuda):
+        _check(cuda.cuStreamCreate(ctypes.addressof(stream), _NON_BLOCKING), "there is no stream")
+        try:
+            _check(cuda.cuStreamBeginCapture_v2(stream, _RELAXED), "no capture begins")
+            try:
+                with torch.cuda.stream(torch.cuda.ExternalStream(stream.value)):
+                    run(*tensors)
+            finally:
+                ended = cuda.cuStreamEndCapture(stream, ctypes.addressof(graph))
+            _check(ended, "the capture failed")
+            _check(cuda.cuGraphInstantiateWithFlags(ctypes.addressof(executable), graph, 0), "no graph is made")
+        except Exception as error:
+            raise _DriverError(f"they cannot be captured: {error}") from error
+        finally:
+            cuda.cuStreamDestroy_v2(stream)
+            if graph.value and not executable.value:
+                cuda.cuGraphDestroy(graph)
+    return graph, executable
+
+
+@contextmanager
+def _relaxed(cuda: ctypes.CDLL) -> Iterator[None]:
+    """What is done inside breaks no capture, neither of this thread nor of another."""
     mode = ctypes.c_int(_RELAXED)
     cuda.cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode))
     try:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            stream = torch.cuda.current_stream().cuda_stream
-            _check(cuda.cuStreamBeginCapture_v2(stream, _RELAXED), "no capture begins")
-            try:
-                run(*tensors)
-            finally:
-                ended = cuda.cuStreamEndCapture(stream, ctypes.addressof(graph))
-        _check(ended, "the capture failed")
-        _check(cuda.cuGraphInstantiateWithFlags(ctypes.addressof(executable), graph, 0), "no graph is made")
+        yield
     finally:
         cuda.cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode))
-    return graph, executable
 
 
 def _nodes(cuda: ctypes.CDLL, graph: ctypes.c_void_p) -> list[int]:
@@ -185,7 +210,7 @@ def _names(cuda: ctypes.CDLL, place: int, size: int, address: int) -> bool:
     if size != _DESCRIPTOR:
         return False
     before = ctypes.string_at(place, size)
-    cuda.cuTensorMapReplaceAddress(place, address)
+    _check(cuda.cuTensorMapReplaceAddress(place, address), "descriptors take no other address")
     after = ctypes.string_at(place, size)
     ctypes.memmove(place, before, size)
     return before == after  # put there, the address changes nothing
@@ -199,16 +224,20 @@ def _check(result: int, otherwise: str) -> None:
 def _destroy(cuda: ctypes.CDLL, graph: ctypes.c_void_p, executable: ctypes.c_void_p) -> None:
     global _alive
     _alive -= 1
-    cuda.cuGraphExecDestroy(executable)
-    cuda.cuGraphDestroy(graph)
+    with _relaxed(cuda):
+        cuda.cuGraphExecDestroy(executable)
+        cuda.cuGraphDestroy(graph)
 
 
+@functools.cache
 def _driver() -> ctypes.CDLL:
     """The driver's API, with the functions that are called here."""
     cuda = ctypes.CDLL("libcuda.so.1")
     word, number = ctypes.c_void_p, ctypes.c_size_t
     functions = {
         "cuThreadExchangeStreamCaptureMode": (word,),
+        "cuStreamCreate": (word, ctypes.c_uint),
+        "cuStreamDestroy_v2": (word,),
         "cuStreamBeginCapture_v2": (word, ctypes.c_int),
         "cuStreamEndCapture": (word, word),
         "cuGraphInstantiateWithFlags": (word, word, ctypes.c_ulonglong),
@@ -229,10 +258,11 @@ def _driver() -> ctypes.CDLL:
     return cuda
 
 
-def together(run: Callable[..., None]) -> Callable[..., None]:
-    """`run`, made cheap to call often where there is a CUDA driver: a function of tensors that launches kernels alone.
+def together(*launches: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function of tensors that calls these bound launches alone cheap to call often, where a CUDA driver is.
 
-    It must launch the same kernels each time, on the current stream, with arguments of which only its tensors'
-    addresses differ.
+    It must call the same ones each time, on the current stream, with tensors of which only the addresses differ.
     """
-    return Together(run) if torch.version.cuda and torch.cuda.is_available() and not interpreted() else run
+    if not torch.version.cuda or not torch.cuda.is_available() or interpreted():
+        return lambda run: run
+    return functools.partial(Together, places=sum(launch.places for launch in launches))

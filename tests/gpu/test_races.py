@@ -112,7 +112,7 @@ CHAIN_CLASSES = {"linear": Linear, "shared": Shared, "moe": Experts, "hooks": Ho
 @pytest.fixture(autouse=True)
 def one_by_one(monkeypatch):
     """Eager launches that never overlap, not even those of one module."""
-    monkeypatch.setattr(together, "OFTEN", 0)
+    monkeypatch.setattr(together, "MOST", 0)
 
 
 @pytest.fixture(scope="module")

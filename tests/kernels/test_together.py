@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lorac.runtime import together
-from lorac.runtime.errors import PackageError
 
 POINTER, DESCRIPTOR, SCALAR = 8, 128, 4
 FAR = 0x7F00_0000_0000
@@ -27,7 +26,7 @@ class Driver:
         ]
         self.memory = [[ctypes.create_string_buffer(value, len(value)) for value in of] for of in self.kernels]
         self.pointers = [(ctypes.c_void_p * len(of))(*map(ctypes.addressof, of)) for of in self.memory]
-        self.told, self.launched, self.result = [], [], 0
+        self.told, self.launched, self.result, self.stuck = [], [], 0, 0
 
     @staticmethod
     def _pointer(address: int) -> bytes:
@@ -55,6 +54,8 @@ class Driver:
         return 0
 
     def cuGraphExecKernelNodeSetParams_v2(self, executable, node, at):
+        if node == self.stuck:
+            return 1
         values = together._NodeParams.from_address(at).values
         self.kernels[node - 1] = [ctypes.string_at(values[i], len(of)) for i, of in enumerate(self.kernels[node - 1])]
         self.told.append(node)
@@ -84,7 +85,13 @@ def driver(tensors, monkeypatch):
     )
     monkeypatch.setattr(together, "_alive", 0)
     monkeypatch.setattr(together, "OFTEN", 3)
+    monkeypatch.setattr(together.threading, "active_count", lambda: 1)
     return driver
+
+
+def launcher(plain: list) -> together.Together:
+    """Of two kernels: x by its address in both, and the weight and y of the second."""
+    return together.Together(lambda *of: plain.append(of), places=4)
 
 
 @pytest.fixture
@@ -96,7 +103,7 @@ def capturing(monkeypatch):
 
 def test_a_graph_from_the_nth_call_on_told_only_what_moved(driver, capturing, tensors):
     plain = []
-    run = together.Together(lambda *of: plain.append(of))
+    run = launcher(plain)
     for _ in range(5):
         run(*tensors)
     assert len(plain) == 3 and len(driver.launched) == 2 and driver.told == []
@@ -115,7 +122,7 @@ def test_a_graph_from_the_nth_call_on_told_only_what_moved(driver, capturing, te
 
 def test_captures_take_the_kernels_themselves(driver, capturing, tensors):
     plain = []
-    run = together.Together(lambda *of: plain.append(of))
+    run = launcher(plain)
     capturing["now"] = True
     for _ in range(4):
         run(*tensors)
@@ -132,12 +139,12 @@ def test_captures_take_the_kernels_themselves(driver, capturing, tensors):
 def test_tensors_that_cannot_be_told_apart_are_launched_one_by_one(driver, capturing, tensors):
     x, weight, _ = tensors
     plain = []
-    run = together.Together(lambda *of: plain.append(of))
-    with pytest.warns(RuntimeWarning, match="share memory"):
+    run = launcher(plain)
+    with pytest.warns(RuntimeWarning, match="at one address"):
         for _ in range(6):
             run(x, weight, x)
-    elsewhere = together.Together(lambda *of: plain.append(of))
-    with pytest.warns(RuntimeWarning, match=r"only \[0, 1\] are found"):
+    elsewhere = launcher(plain)
+    with pytest.warns(RuntimeWarning, match="3 of their parameters, not 4"):
         for _ in range(6):
             elsewhere(x, weight, torch.zeros(4))
     assert len(plain) == 12 and not driver.launched
@@ -145,21 +152,46 @@ def test_tensors_that_cannot_be_told_apart_are_launched_one_by_one(driver, captu
 
 def test_no_more_graphs_than_are_good(driver, capturing, tensors, monkeypatch):
     monkeypatch.setattr(together, "MOST", 1)
-    first, second = (together.Together(lambda *of: None) for _ in range(2))
+    first, second = (launcher([]) for _ in range(2))
     for run in (first, second):
         for _ in range(4):
             run(*tensors)
     assert first.graph is not None and second.graph is None
 
 
-def test_what_the_driver_says_of_a_launch(driver, capturing, tensors):
+def test_what_cannot_be_launched_together_is_launched_one_by_one(driver, capturing, tensors):
+    """On a thread without a context, say; and what was told in part is told again."""
     plain = []
-    run = together.Together(lambda *of: plain.append(of))
+    run = launcher(plain)
     for _ in range(3):
         run(*tensors)
-    driver.result = 201  # a thread that has no context yet
+    driver.result = 201
     run(*tensors)
-    assert len(plain) == 4
-    driver.result = 700
-    with pytest.raises(PackageError, match="CUDA error 700"):
+    assert len(plain) == 4 and not driver.launched
+    driver.result, driver.stuck = 0, 2
+    moved = [torch.zeros(4) for _ in range(3)]
+    run(*moved)
+    assert len(plain) == 5 and driver.told == [1], "the second kernel was not told"
+    driver.stuck = 0
+    run(*tensors)
+    assert len(plain) == 5 and driver.launched == [Driver([of.data_ptr() for of in tensors]).kernels]
+
+
+def test_no_capture_while_another_thread_may_wait_for_the_device(driver, capturing, tensors, monkeypatch):
+    threads = {"now": 2}
+    monkeypatch.setattr(together.threading, "active_count", lambda: threads["now"])
+    run = launcher([])
+    for _ in range(3):
         run(*tensors)
+    assert run.graph is None
+    threads["now"] = 1
+    for _ in range(3):
+        run(*tensors)
+    assert run.graph is not None
+
+
+def test_nothing_is_made_of_nothing(driver, capturing, recwarn):
+    run = launcher([])
+    for _ in range(4):
+        run(*(torch.zeros(0) for _ in range(3)))
+    assert run.graph is None and not recwarn.list

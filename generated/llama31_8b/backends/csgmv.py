@@ -257,7 +257,7 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -496,7 +496,7 @@ def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratc
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -739,7 +739,7 @@ def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: 
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -977,7 +977,7 @@ def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scr
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)

@@ -233,7 +233,7 @@ def add_qkv_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scra
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -447,7 +447,7 @@ def add_o_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scratc
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -669,7 +669,7 @@ def add_gate_up_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: 
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -884,7 +884,7 @@ def add_down_proj(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scr
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -1098,7 +1098,7 @@ def add_lm_head(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: Scrat
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
@@ -1287,7 +1287,7 @@ def add_embed_tokens(x: Moving, y: Moving, slot: tuple, batch: Bounds, scratch: 
         blocks=blocks,
     )
 
-    @together
+    @together(first, last)
     def launch_both(x: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(y)
