@@ -247,7 +247,6 @@ def _fills(tile: Tile, rows: int, module: ModulePlan, targets: tuple[str, ...]) 
         return True
     sizes = tile.sizes
     tiles = -(-rows // sizes["BLOCK_M"]) * sum(-(-part.width // sizes["BLOCK_N"]) for part in module.slices)
-    tiles *= sharing(sizes)
     counts = [PROCESSORS[target] for target in targets if target in PROCESSORS]
     return all(100 * tiles >= tile.fill * -(-tiles // count) * count for count in counts)
 
@@ -294,7 +293,7 @@ def fit(
     stages = _fit_shared(kernel, sizes, tile.stages, ITEMSIZE[dtype], shared_limit(targets))
     if sizes.get("SPLIT_K", 1) > 1:
         sizes["SPLIT_K"] = _whole_splits(sizes["SPLIT_K"], -(-module.in_features // sizes["BLOCK_K"]))
-    while sizes.get("SHARES", 1) > 1 and (sizes.get("LOOP") or not _last_has(sizes, module.in_features, slot_columns)):
+    while sizes.get("SHARES", 1) > 1 and not _shares(sizes, module.in_features, slot_columns):
         sizes["SHARES"] //= 2
     pdl = tile.pdl and (not targets or bool(PDL_TARGETS & set(targets)))
     return Launch(rows, rank, ANY_ADAPTERS, tuple(sorted(sizes.items())), tile.warps, stages, pdl, source)
@@ -329,10 +328,15 @@ def _whole_splits(splits: int, blocks: int) -> int:
     return next(split for split in range(min(splits, blocks), 0, -1) if blocks % split == 0)
 
 
-def _last_has(sizes: dict[str, int], inputs: int, columns: int) -> bool:
-    """Whether all steps over h are the last share's: only from the first on do they know their columns."""
+def _shares(sizes: dict[str, int], inputs: int, columns: int) -> bool:
+    """Whether so many programs can share a tile: each for one tile alone, with rows of its own.
+
+    All steps over h are to be the last share's, for only from the first on do they know their columns.
+    """
+    shares = sizes["SHARES"]
     steps, more = (-(-extent // sizes["BLOCK_K"]) for extent in (inputs, columns))
-    return -(-(steps + more) // sizes["SHARES"]) * (sizes["SHARES"] - 1) <= steps
+    last_has_h = -(-(steps + more) // shares) * (shares - 1) <= steps
+    return not sizes["LOOP"] and shares <= sizes["BLOCK_M"] and last_has_h
 
 
 def _masks(kernel: Kernel, module: ModulePlan, launches: tuple[Launch, ...]) -> tuple[str, ...]:

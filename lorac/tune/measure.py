@@ -121,14 +121,15 @@ class Measurer:
                 return 0, f"wrong: a row's relative error is {error:.1e}"
             if not step.ticket.adapters:
                 bits = _bits(y[:_BITS_ROWS])
-                changed = self._changed(site, rank, y) if site.rows > 1 and self._keeps_bits(chosen) else 0
+                changed = self._changed(site, rank, y) if site.rows > 1 and self._keeps_bits(site.module, chosen) else 0
                 if changed:
                     return 0, f"wrong: {changed} base rows beside adapters have other bits than without any"
         return bits, ""
 
-    def _keeps_bits(self, chosen: Chosen) -> bool:
-        """Whether base rows must have the same bits with and without adapters beside them: one GEMM sums both."""
-        return all(in_library(bare) == in_library(adapted) for _, bare, adapted in self._with_base(chosen))
+    def _keeps_bits(self, module: str, chosen: Chosen) -> bool:
+        """Whether a module's base rows must have the same bits with and without adapters: one GEMM sums both."""
+        of_module = {of: launch for of, launch in chosen.items() if of.module == module}
+        return all(in_library(bare) == in_library(adapted) for _, bare, adapted in self._with_base(of_module))
 
     def _words(self, site: Site, error: RuntimeError) -> str:
         """The first line of an error. Raises DeviceLost where nothing can be launched any more."""

@@ -118,6 +118,8 @@ def test_mistakes_in_a_table_are_placed(spec, table, old, new, message):
         ("BLOCK_K: 64", "BLOCK_K: 512", "BLOCK_K must be from 64 to 256, not 512"),
         ("BLOCK_M: 16", "BLOCK_M: 48", "BLOCK_M must be a power of two, not 48"),
         ("WIDE: 1", "WIDE: -1", "WIDE must be a whole number from 0, not -1"),
+        ("SHARES: 1", "SHARES: 3", "SHARES must be a power of two, not 3"),
+        ("SHARES: 1", "SHARES: 32", "SHARES must be from 1 to 16, not 32"),
         ("rows: 8, SPARSE", "rows: 8, library: true, fill: 50, SPARSE", "fill is said of a tile left to the library"),
     ],
 )

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-from packages import copy_of_tiny
+from packages import ROOT, copy_of_tiny
 
 from lorac.aot import Row, compile_package, failures_of, report
 from lorac.cli import main
@@ -128,3 +131,30 @@ def test_build_aot_compiles_what_the_spec_lists(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     for kernel in ("route", "shrink_o_proj", "expand_o_proj"):
         assert f" {kernel} " in out
+
+
+PIPELINED = """
+from lorac.aot.worker import compile_launch
+from lorac.runtime.load import load
+from lorac.runtime.package import backend_module
+
+package = load("generated/llama31_8b")
+for kernel in backend_module(package.__name__, package.BACKENDS, "fused").KERNELS:
+    for launch in kernel.launches:
+        looked_at = launch.adapters == 8 and launch.rows in (16, 256)
+        if looked_at and kernel.name in ("tile_project_o_proj", "tile_project_down_proj"):
+            stages = launch.options["num_stages"]
+            tiles = 2 * (launch.BLOCK_M + launch.BLOCK_N) * launch.BLOCK_K
+            shared = compile_launch("fused", kernel, launch, "sm_90")["shared"]
+            print(kernel.name, launch.rows, stages * tiles <= shared, sep=",")
+"""
+
+
+def test_loops_whose_steps_may_wait_are_pipelined_all_the_same():
+    """Triton 3.9 pipelines none with its own wait inside: then every step waits for loads of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", PIPELINED], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = [line.split(",") for line in run.stdout.split()]
+    assert {kernel for kernel, *_ in found} == {"tile_project_o_proj", "tile_project_down_proj"} and len(found) == 4
+    assert [line for line in found if line[2] != "True"] == []

@@ -164,7 +164,7 @@ def test_of_programs_that_share_a_sum_the_last_has_all_of_h(inputs, columns, sha
     spec = kit.spec_data(model={"hidden": inputs, "layers": 1, "vocab": 64, "tied": False, "linears": {"up": linear}})
     module = kit.plan_of(spec | {"adapters": {"slots": 1, "max_rank": 16, "targets": ["up"]}}).module("up")
     project = kit.declaration("fused").kernels["tile_project"]
-    tile = project.tiles[0].model_copy(update={"SHARES": shares, "LOOP": int(loop)})
+    tile = project.tiles[0].model_copy(update={"SHARES": shares, "LOOP": int(loop), "BLOCK_M": 16})
     launch = kernels.fit(project, tile, "", 256, 16, module, columns, "bfloat16", ("sm_90",))
     sizes = dict(launch.tile)
     of_inputs, of_h = (-(-extent // sizes["BLOCK_K"]) for extent in (inputs, columns))

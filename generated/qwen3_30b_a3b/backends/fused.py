@@ -28,6 +28,18 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
     return group * GROUP + inside % height, inside // height
 
 
+@triton.jit
+def _wait_in_loop():
+    """`gdc_wait`, as Triton 3.6 has it: 3.9 pipelines no loop with what it has for it."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _let_go_in_loop():
+    """`gdc_launch_dependents`, likewise."""
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
 SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
 UNIT = tl.constexpr(64)  # rows that one entry of `spans` describes
 MOST_AT_ONCE = tl.constexpr(512)  # columns: of more than these, only what a batch needs is read
@@ -166,9 +178,9 @@ def _tile_project_qkv_proj_tile(
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
                 if LATE:
-                    tl.extra.cuda.gdc_wait()
+                    _wait_in_loop()
                     if EARLY:
-                        tl.extra.cuda.gdc_launch_dependents()
+                        _let_go_in_loop()
                 k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
@@ -819,9 +831,9 @@ def _tile_project_o_proj_tile(
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
                 if LATE:
-                    tl.extra.cuda.gdc_wait()
+                    _wait_in_loop()
                     if EARLY:
-                        tl.extra.cuda.gdc_launch_dependents()
+                        _let_go_in_loop()
                 k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
