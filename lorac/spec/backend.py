@@ -95,12 +95,14 @@ class Kernel(_Declared):
     base: StrictBool = Field(
         False, description="computes the base as well, so that it is launched without adapters too"
     )
-    when_split: tuple[Identifier, ...] = Field((), description="arguments only a kernel that splits K takes")
+    when_split: tuple[Identifier, ...] = Field(
+        (), description="arguments only a kernel takes whose programs share a sum"
+    )
     dims: dict[Identifier, Literal["rows", "rank", "columns", "slot_columns", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
     )
     limits: dict[Identifier, tuple[StrictInt, StrictInt]] = Field(
-        default_factory=dict, description="least and most of block sizes that it sums rightly with, whatever they cut"
+        default_factory=dict, description="least and most of sizes that it sums rightly with, whatever they cut"
     )
     follows: dict[Identifier, Annotated[StrictStr, Field(pattern=r"^[a-z_]+\.[A-Z_]+$")]] = Field(
         default_factory=dict, description="constants that are an earlier stage's for the same batch: STAGE.CONSTANT"
