@@ -1,6 +1,7 @@
 """Each kernel's time where it runs, in a graph of whole layers, against the least its bytes and flops can take."""
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -39,9 +40,7 @@ def timed_kernels(workload: Workload, backend: str, rows: int, adapters: int, ra
     A kernel that starts early (programmatic dependent launch) is timed with its wait.
     """
     step = workload.step(backend, rows, adapters)
-    graph = capture(
-        lambda: [workload.run(step, module, layer) for layer in workload.common for module in workload.per_layer]
-    )
+    graph = capture(lambda: workload.in_layers(partial(workload.run, step)))
     times = _times(graph)
     found = []
     for kernel in step.backend.KERNELS:

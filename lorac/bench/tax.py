@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -87,7 +88,8 @@ def _cell(workload: Workload, backends: list[str], peers: dict[str, Peer], batch
         except Exception as error:
             contenders[name] = Contender(problem=_words(error))
     pool = torch.cuda.graph_pool_handle()
-    graphs = {"": capture(_layers(workload, lambda module, layer: workload.base(module, layer, batch.rows)), pool)}
+    base = partial(workload.base, rows=batch.rows)
+    graphs = {"": capture(partial(workload.in_layers, base), pool)}
     errors = {}
     for name, run in runs.items():
         try:
@@ -96,7 +98,7 @@ def _cell(workload: Workload, backends: list[str], peers: dict[str, Peer], batch
             )
             if not errors[name] <= TOLERANCE[workload.dtype]:
                 raise PeerError(f"wrong: a row's relative error is {errors[name]:.1e}")
-            graphs[name] = capture(_layers(workload, run), pool)
+            graphs[name] = capture(partial(workload.in_layers, run), pool)
         except Exception as error:
             contenders[name] = Contender(problem=_words(error))
     timings = dict(zip(graphs, interleaved(list(graphs.values()), seconds, _LEAST), strict=True))
@@ -110,17 +112,6 @@ def _judged(batch: Batch, timings: dict[str, Timing], errors, contenders: dict[s
         contenders[name] = Contender(timing.us / layers, tax, doubt, errors[name])
     noise = too_noisy(base.samples, [contenders[name].doubt for name in timings])
     return Cell(batch.rows, batch.adapters, batch.rank, batch.variant, base.us / layers, contenders, noise)
-
-
-def _layers(workload: Workload, run: Callable[[str, int], torch.Tensor]) -> Callable[[], None]:
-    """Every module of every layer that all modules have, in a layer's order."""
-
-    def forward() -> None:
-        for layer in workload.common:
-            for module in workload.per_layer:
-                run(module, layer)
-
-    return forward
 
 
 def _words(error: Exception) -> str:

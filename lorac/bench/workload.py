@@ -1,5 +1,6 @@
 """What bench and tune run: a package's modules with random weights and a full set of random adapters, on one GPU."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -43,6 +44,12 @@ class Workload:
         """The filled layers that all of those have."""
         found = [set(self.layers[name]) for name in self.per_layer]
         return sorted(set.intersection(*found)) if found else []
+
+    def in_layers(self, run: Callable[[str, int], object]) -> None:
+        """run(module, layer) for every module of every layer that all modules have, in a layer's order."""
+        for layer in self.common:
+            for module in self.per_layer:
+                run(module, layer)
 
     def weight(self, module: str, layer: int) -> torch.Tensor:
         """The base weight [out_features, in_features] of one instance."""

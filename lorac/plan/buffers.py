@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import prod
 
-from lorac.plan.kernels import ITEMSIZE, block_of, splits
+from lorac.plan.kernels import ITEMSIZE, block_of, output_tiles, splits
 from lorac.plan.model import Buffer, DecodePlan, KernelPlan, Launch, ModulePlan, PrefillPlan
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.room import numbers
@@ -90,9 +90,9 @@ def scratch_bytes(
 
 
 def _covered(module: ModulePlan, rows: int, tile: dict[str, int]) -> int:
-    """Elements of the tiles that cover the outputs."""
-    block_m, block_n = tile.get("BLOCK_M", 1), tile.get("BLOCK_N", 1)
-    return -(-rows // block_m) * block_m * sum(-(-part.width // block_n) * block_n for part in module.slices)
+    """Elements of the tiles that cover the outputs; blocks that a kernel lacks count one."""
+    sizes = {"BLOCK_M": 1, "BLOCK_N": 1} | tile
+    return output_tiles(sizes, rows, module) * sizes["BLOCK_M"] * sizes["BLOCK_N"]
 
 
 def _expert_dims(module: ModulePlan, rows: int, slots: int, tile: dict[str, int]) -> dict[str, int]:

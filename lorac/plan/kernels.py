@@ -245,10 +245,14 @@ def _fills(tile: Tile, rows: int, module: ModulePlan, targets: tuple[str, ...]) 
     """
     if not tile.fill or not rows:
         return True
-    sizes = tile.sizes
-    tiles = -(-rows // sizes["BLOCK_M"]) * sum(-(-part.width // sizes["BLOCK_N"]) for part in module.slices)
+    tiles = output_tiles(tile.sizes, rows, module)
     counts = [PROCESSORS[target] for target in targets if target in PROCESSORS]
     return all(100 * tiles >= tile.fill * -(-tiles // count) * count for count in counts)
+
+
+def output_tiles(sizes: dict[str, int], rows: int, module: ModulePlan) -> int:
+    """How many tiles of BLOCK_M rows and BLOCK_N outputs cover a module's slices."""
+    return -(-rows // sizes["BLOCK_M"]) * sum(-(-part.width // sizes["BLOCK_N"]) for part in module.slices)
 
 
 def _led(launches: tuple[Launch, ...], constant: str, rows: int, rank: int) -> int:

@@ -102,7 +102,7 @@ class Kernel(_Declared):
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
     )
     limits: dict[Identifier, tuple[StrictInt, StrictInt]] = Field(
-        default_factory=dict, description="least and most of sizes that it sums rightly with, whatever they cut"
+        default_factory=dict, description="least and most of sizes that it sums rightly with, powers of two"
     )
     follows: dict[Identifier, Annotated[StrictStr, Field(pattern=r"^[a-z_]+\.[A-Z_]+$")]] = Field(
         default_factory=dict, description="constants that are an earlier stage's for the same batch: STAGE.CONSTANT"

@@ -112,8 +112,7 @@ def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list
     if tile.fill and not {"BLOCK_M", "BLOCK_N"}.issubset(known):
         message = "fill counts programs by BLOCK_M and BLOCK_N, which tiles of this stage lack"
         problems.append(Problem(message, (*path, "fill"), at_key=True))
-    # SHARES as well: what programs that share a tile count goes up by equal parts of a power of two
-    blocks = {"SHARES", *kernel.dims, *(block for pair in kernel.operands for block in pair)}
+    blocks = {*kernel.dims, *kernel.limits, *(block for pair in kernel.operands for block in pair)}
     for name, size in tile.sizes.items():
         least = min(1, *(declared.sizes.get(name, 1) for declared in kernel.tiles))  # 0 where a tile may go without
         right = _power_of_two(size) if name in blocks else type(size) is int and size >= least

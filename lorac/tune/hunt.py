@@ -9,7 +9,7 @@ from lorac.tune.batches import Batch
 from lorac.tune.journal import Journal
 from lorac.tune.search import DeviceLost, Result
 from lorac.tune.space import Site
-from lorac.tune.task import Task, of_layer
+from lorac.tune.task import Task
 
 _AT_ONCE = 3  # candidates timed beside the best in one visit of a site
 _PER_CALL = 0.8  # seconds kept for compiling what a call launches in the end, and timing it beside what is declared
@@ -112,8 +112,7 @@ class Hunt:
             if chosen == {site: launch for site, launch in declared.items() if site in chosen} or self.left < 0:
                 continue
             self.show(1 - max(0.0, self.left) / self.budget, f"{number} of {len(calls)} calls timed once more")
-            layer = [site for site in self.task.searches if of_layer(site) == of_layer(sites[0]) and site not in sites]
-            times = self.measurer.compare(declared, chosen, self.task.chosen(layer))
+            times = self.measurer.compare(declared, chosen, self.task.chosen(self.task.around(sites[0])))
             compared[sites[0]] = times
             before, after = (sum(of) for of in zip(*times.values(), strict=True)) if times else (0.0, 0.0)
             if not after < before:  # alone it has been clearly faster

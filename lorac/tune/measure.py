@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from types import ModuleType
 
@@ -83,7 +84,6 @@ class Measurer:
         self, site: Site, batches: list[Batch], calls: list[Chosen], *replays, whole: bool = False
     ) -> list[Timed]:
         """Every call over every batch, all of one rank, their graphs replayed in turns; alone, or in `whole` layers."""
-        run = self._layers if whole else self._alone
         steps = [self.workload.step(site.backend, site.rows, count, rank) for count, rank in batches]
         _make_room()
         pool = torch.cuda.graph_pool_handle()
@@ -93,21 +93,20 @@ class Measurer:
             try:
                 bits, problem = self._checked(site, steps, batches[0][1], chosen)
                 if not problem:
-                    graphs += [capture(lambda step=step: run(step, site.module), pool) for step in steps]
+                    graphs += [capture(partial(self._run, step, site.module, whole), pool) for step in steps]
             except RuntimeError as error:
                 bits, problem = 0, self._words(site, error)
             found.append(Timed((), bits, problem))
         times = iter(interleaved(graphs, *replays) if graphs else [])
         return [of if of.problem else Timed(tuple(next(times).us for _ in steps), of.bits) for of in found]
 
-    def _alone(self, step: Step, module: str) -> None:
+    def _run(self, step: Step, module: str, whole: bool) -> None:
+        run = partial(self.workload.run, step)
+        if whole:
+            self.workload.in_layers(run)
+            return
         for layer in self.workload.layers[module]:
-            self.workload.run(step, module, layer)
-
-    def _layers(self, step: Step, module: str) -> None:
-        for layer in self.workload.common:
-            for of in self.workload.per_layer:
-                self.workload.run(step, of, layer)
+            run(module, layer)
 
     def _checked(self, site: Site, steps: list[Step], rank: int, chosen: Chosen) -> tuple[int, str]:
         """(what stands for base rows' bits, what is wrong): run eagerly, the second time on poisoned scratch."""

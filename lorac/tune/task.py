@@ -123,6 +123,11 @@ class Task:
         """The sites that one call launches, or would for other adapters or by the library; this one among them."""
         return [of for of in self.searches if _call(of) == _call(site)]
 
+    def around(self, site: Site) -> list[Site]:
+        """The sites of the other calls of its layers."""
+        here = site.backend, site.rows
+        return [of for of in self.searches if (of.backend, of.rows) == here and of.module != site.module]
+
     def _declared(self, site: Site) -> Kernel:
         return self.declarations[site.backend].kernels[site.stage]
 
@@ -183,11 +188,6 @@ class Task:
 def _within(launch: Launch, site: Site) -> bool:
     """Whether a site's tile would serve a launch's bounds."""
     return launch.rank <= site.rank and (site.adapters == ANY_ADAPTERS or launch.adapters <= site.adapters)
-
-
-def of_layer(site: Site) -> tuple[str, int]:
-    """What the sites of one layer share."""
-    return site.backend, site.rows
 
 
 def _call(site: Site) -> tuple[str, str, int]:
