@@ -1,11 +1,16 @@
 """A compiled kernel, called without what Triton looks up and checks at every launch."""
 
+import ctypes
+import functools
 from collections.abc import Callable
 
 import torch
 import triton
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_MOST = 100  # percent
 
 
 class Tiles:
@@ -30,6 +35,17 @@ class Compiled:
         compiled._init_handles()
         self.compiled, self.constants, self.pdl = compiled, constants, pdl
         self.handles = (compiled.function, compiled.packed_metadata, None, None, None)  # what each launch begins with
+
+    def prefer_shared(self) -> "Compiled":
+        """Have multiprocessors that run it hold as much shared memory as they can, and less of a cache; returns self.
+
+        A multiprocessor keeps what it was set to as long as anything runs on it. Set by a kernel that needs little, it
+        has no room for the launch after, which then begins when that kernel ends, not beside it. Triton prefers shared
+        memory for kernels of more than 48 kB alone.
+        """
+        if torch.version.hip is None:
+            _cuda().cuFuncSetAttribute(self.compiled.function, _CARVEOUT, _MOST)
+        return self
 
     def bound(
         self, grid: tuple[int, ...], device: int, arguments: list, moving: list[tuple[int, Tiles | None]]
@@ -70,3 +86,10 @@ class Compiled:
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
         compiled.run(x, y, z, stream, *self.handles, *arguments, *self.constants)
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda.cuFuncSetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+    return cuda

@@ -176,8 +176,9 @@ class Kernel:
         constants, options = launch.specialised(dependent)
         values = [self._example(name, launch) for name in self.arguments]
         compiled = self.function.warmup(*values, grid=(1,), **constants, **options)
-        self._compiled[launch, device] = Compiled(compiled, tuple(constants.values()), launch.pdl and dependent)
-        return self._compiled[launch, device]
+        made = Compiled(compiled, tuple(constants.values()), launch.pdl and dependent)
+        self._compiled[launch, device] = made.prefer_shared()
+        return made
 
     def signature(self, launch: Launch) -> dict[str, str]:
         """The types of the arguments of one configuration, as Triton's compiler names them."""

@@ -1,5 +1,7 @@
 """Eager launches of one module are one launch to the driver, wherever its tensors are, and compute the same bits."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ pytestmark = pytest.mark.gpu
 
 MODULE, LAYER = "down_proj", 0  # where 256 rows are summed by programs that share a tile
 PLACES = 3
+PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +67,18 @@ def test_same_bits_from_one_launch(calls, step, monkeypatch):
     assert not [name for name in names if "LaunchKernel" in name], names
     assert len([name for name in names if name.endswith(MODULE)]) == 2, names
     step.scratch.forget()
+
+
+def test_kernels_leave_room_for_the_launch_after(calls, step):
+    """Whatever shared memory a kernel needs itself: else the next one cannot begin beside it."""
+    calls(0)
+    cuda, percent = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    compiled = [of for kernel in step.backend.KERNELS for of in kernel._compiled.values()]
+    assert min(of.compiled.metadata.shared for of in compiled) < 48 << 10, "none that Triton leaves as it is"
+    for of in compiled:
+        function = ctypes.c_void_p(of.compiled.function)
+        assert not cuda.cuFuncGetAttribute(ctypes.byref(percent), PREFERRED_CARVEOUT, function)
+        assert percent.value == 100
 
 
 def test_captured_as_kernels(calls, step, monkeypatch):
