@@ -170,6 +170,32 @@ def test_adapters_of_low_rank_are_read_from_the_narrow_copy(package, slots, rand
         assert error.max() < TOLERANCE[package.LAYOUT.dtype], f"{module.name}: {error.max():.1e}"
 
 
+@pytest.mark.parametrize("slot", [0, -1], ids=["first slot", "last slot"])
+def test_one_adapter_does_not_pay_for_the_others(package, slots, random_of, slot):
+    """Beside the first or the last slot nothing of B is read, in tiles wider than a slot's columns: it is poison."""
+    if package.LAYOUT.dtype == "float16" or package.LAYOUT.name == "in_library":
+        pytest.skip("which columns are read depends on neither")
+    if package.LAYOUT.max_rank == 96:
+        pytest.skip("of so many columns whole spans are read")
+    slot %= package.LAYOUT.slots
+    rows = [slot, -1] * 20
+    step = package.Step(slots, "fused")
+    step.prepare_slots("mixed", rows, [1] * len(rows))
+    assert step.batch.adapters == 1
+    for module in (of for of in package.LAYOUT.modules if of.name != "odd_proj"):
+        x, weight = random_of(len(rows), module.in_features), random_of(module.out_features, module.in_features)
+        x *= module.in_features**0.5
+        widths = [piece.width for piece in module.slices]
+        held = slots.instance(module.name, 0)
+        want = x.double() @ weight.double().T + reference.lora(x, *held, widths, rows)
+        others = [other for other in range(package.LAYOUT.slots) if other != slot]
+        for b in (held[1], *held.narrow.values()):
+            b[:, others] = float("nan")
+        y = package.linear(module.name, 0, x, weight, step).double()
+        error = (y - want).norm(dim=1) / want.norm(dim=1)
+        assert error.max() < TOLERANCE[package.LAYOUT.dtype], f"{module.name}: {error.max():.1e}"
+
+
 def test_a_weight_that_starts_anywhere_is_refused(package, slots, random_of):
     step = package.Step(slots, "fused")
     step.prepare_slots("decode", [0] * 40, [1] * 40)

@@ -102,16 +102,24 @@ def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK_
 
 @triton.jit
 def _column(
-    step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, PITCH: tl.constexpr,
+    step, left, active, only, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, PITCH: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
+    """(where the columns of a step over h begin, the spans left after it); past them all where there is none.
+
+    `only` is the slot of a batch of one adapter. Nothing is read before the first column or past the last: so a step
+    over that slot ends with it in the first half of the slots, and begins with it in the second.
+    """
     COLUMNS: tl.constexpr = 8 * PITCH
     if SPARSE:
         tl.static_assert(SPAN <= BLOCK_K and BLOCK_K <= 4 * SPAN)
         rest = left & (left - 1)
         column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
+    elif ACTIVE == 1:
+        column = tl.where(only < 0, COLUMNS, only * PITCH + step * BLOCK_K)
+        if PITCH < BLOCK_K:
+            column += tl.where((only >= 0) & (2 * only < 8), PITCH - BLOCK_K, 0)
     elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
         slot = tl.load(active + step // EACH, mask=step < _steps(ACTIVE, RANK, PITCH, BLOCK_K), other=-1)
@@ -169,6 +177,14 @@ def _own_rows(
     return there, first, sums
 
 
+@triton.jit
+def _not_before(value):
+    """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=32 // value.dtype.primitive_bitwidth
+    )
+
+
 # qkv_proj: 4096 -> q_proj 4096 | k_proj 1024 | v_proj 1024
 
 
@@ -205,6 +221,7 @@ def _tile_project_qkv_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -218,7 +235,8 @@ def _tile_project_qkv_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
+                    only = _not_before(only)
+                k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -764,6 +782,7 @@ def _tile_project_o_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -777,7 +796,8 @@ def _tile_project_o_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
+                    only = _not_before(only)
+                k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -980,7 +1000,7 @@ TILE_SHRINK_O_PROJ = Kernel(
         (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
         (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 4, 1),
         (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 128, 4, 1),
+        (1024, 64, -1, 4, 5, True, 64, 64, 64, 64, 32, 4, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 2, 1),
     ),
 )
@@ -1313,6 +1333,7 @@ def _tile_project_gate_up_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -1326,7 +1347,8 @@ def _tile_project_gate_up_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
+                    only = _not_before(only)
+                k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -1862,6 +1884,7 @@ def _tile_project_down_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     # Steps are shared alike whatever the batch, for base rows to have the same bits with and without adapters. Past
     # the last a step reads zeros: were there fewer for some share, wgmma would be serialised.
@@ -1881,7 +1904,8 @@ def _tile_project_down_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
+                    only = _not_before(only)
+                k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -2089,10 +2113,10 @@ TILE_SHRINK_DOWN_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
-        (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 4, 1),
+        (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
         (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 16, 1),
         (512, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 8, 1),
-        (1024, 64, -1, 4, 4, True, 64, 64, 64, 64, 128, 8, 1),
+        (1024, 64, -1, 4, 5, True, 64, 64, 64, 64, 32, 8, 1),
         (0, 64, -1, 4, 3, True, 64, 64, 64, 64, 64, 2, 1),
     ),
 )

@@ -105,16 +105,24 @@ def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK_
 
 @triton.jit
 def _column(
-    step, left, active, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, PITCH: tl.constexpr,
+    step, left, active, only, ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, PITCH: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(where the columns of a step over h begin, the spans left after it); past them all where there is none."""
+    """(where the columns of a step over h begin, the spans left after it); past them all where there is none.
+
+    `only` is the slot of a batch of one adapter. Nothing is read before the first column or past the last: so a step
+    over that slot ends with it in the first half of the slots, and begins with it in the second.
+    """
     COLUMNS: tl.constexpr = 8 * PITCH
     if SPARSE:
         tl.static_assert(SPAN <= BLOCK_K and BLOCK_K <= 4 * SPAN)
         rest = left & (left - 1)
         column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
+    elif ACTIVE == 1:
+        column = tl.where(only < 0, COLUMNS, only * PITCH + step * BLOCK_K)
+        if PITCH < BLOCK_K:
+            column += tl.where((only >= 0) & (2 * only < 8), PITCH - BLOCK_K, 0)
     elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
         slot = tl.load(active + step // EACH, mask=step < _steps(ACTIVE, RANK, PITCH, BLOCK_K), other=-1)
@@ -168,6 +176,7 @@ def _tile_project_qkv_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -181,7 +190,8 @@ def _tile_project_qkv_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
+                    only = _not_before(only)
+                k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -435,9 +445,10 @@ def tile_expand_qkv_proj(
         tl.extra.cuda.gdc_launch_dependents()
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
     steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
+    only = tl.load(active) if ACTIVE == 1 else -1
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
     for step in range(steps):
-        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, PITCH, BLOCK_K)
+        column, left = _column(step, left, active, only, ACTIVE, RANK, DYNAMIC, PITCH, BLOCK_K)
         h_tile = h.load([part * rows + first_row, column])
         acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
@@ -821,6 +832,7 @@ def _tile_project_o_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
+    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -834,7 +846,8 @@ def _tile_project_o_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                k, left = _column(step - STEPS, left, active, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
+                    only = _not_before(only)
+                k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
@@ -1072,9 +1085,10 @@ def tile_expand_o_proj(
         tl.extra.cuda.gdc_launch_dependents()
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if DYNAMIC else 0
     steps = _count(left) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
+    only = tl.load(active) if ACTIVE == 1 else -1
     acc = tl.load(y_at, mask=adapted, other=0.0).to(tl.float32)
     for step in range(steps):
-        column, left = _column(step, left, active, ACTIVE, RANK, DYNAMIC, PITCH, BLOCK_K)
+        column, left = _column(step, left, active, only, ACTIVE, RANK, DYNAMIC, PITCH, BLOCK_K)
         h_tile = h.load([part * rows + first_row, column])
         acc = tl.dot(h_tile, b.load([start + tile_in_slice * BLOCK_N, column]).T, acc)
     tl.store(y_at, acc.to(y.dtype.element_ty), mask=adapted)
