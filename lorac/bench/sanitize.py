@@ -3,8 +3,10 @@
     lorac build specs/sanitize_r16.yaml specs/sanitize_r128.yaml
     python -m lorac.bench.sanitize generated/sanitize_r16 generated/sanitize_r128
 
-The batches of a package run by themselves, which compiles its kernels, and then once under each tool. Exit status 1: a
-tool reported something; 2: it could not run, because it is not installed or refuses this device.
+The batches of a package run by themselves, which compiles its kernels, and then under each tool: racecheck looks at one
+kernel at a time, for it gives up with all of them on the first it cannot follow; initcheck, which has to follow every
+kernel of torch as well, runs those batches alone that have all adapters. Exit status 1: a tool reported something; 2:
+it could not run, because it is not installed, refuses this device or gives up.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -29,10 +32,10 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND = 97  # exit status of the sanitizer when it has reported something
 
 
-def cases(package) -> Iterator[Case]:
-    """A batch for every bucket, a little short of it: without adapters, with one, and with all of them."""
+def cases(package, mixed: bool) -> Iterator[Case]:
+    """A batch for every bucket, a little short of it: with all adapters, and not `mixed` also with one and without."""
     slots, admission = package.LAYOUT.slots, package.admission
-    for owners in ((-1,), (0,), tuple(range(-1, slots))):
+    for owners in (() if mixed else ((-1,), (0,))) + (tuple(range(-1, slots)),):
         for bucket in admission.DECODE_BUCKETS:
             rows = bucket - (bucket > 2)
             yield Case("decode", tuple((owners[row % len(owners)], 1) for row in range(rows)))
@@ -41,13 +44,14 @@ def cases(package) -> Iterator[Case]:
             yield Case("prefill", (*((slot, 7) for slot in owners[:-1]), (owners[-1], bucket - 7 * len(owners))))
 
 
-def run(package) -> None:
+def run(package, mixed: bool) -> None:
     """Launch every kernel of the fused backend over all cases, each time with scratch that nothing has written."""
     generator = torch.Generator("cuda").manual_seed(0)
     slots = filled_slots(package, "cuda", {module.name: [0] for module in package.LAYOUT.modules}, generator)
-    for case in cases(package):
+    weights: dict[tuple[int, ...], torch.Tensor] = {}  # by shape: to make them takes initcheck longer than all else
+    for case in cases(package, mixed):
         for module in package.LAYOUT.modules:
-            for call in _calls(package, module, case.rows, generator):
+            for call in _calls(package, module, case.rows, generator, weights):
                 step = package.Step(slots, "fused")
                 prepare(step, case)
                 if not call(step).isfinite().all():
@@ -63,61 +67,79 @@ def run(package) -> None:
         raise AssertionError(f"no case launches {', '.join(idle)}")
 
 
-def _calls(package, module, rows: int, generator: torch.Generator) -> list:
-    """What can be called on a module: functions of a step."""
+def _calls(package, module, rows: int, generator: torch.Generator, weights: dict) -> list:
+    """What can be called on a module: functions of a step. Weights are made where `weights` has none of their shape."""
     dtype, by_name = getattr(torch, package.LAYOUT.dtype), package.LAYOUT.by_name
 
     def made(*shape: int) -> torch.Tensor:
         return random(shape, "cuda", dtype, generator) * shape[-1] ** -0.5
 
+    def held(*shape: int) -> torch.Tensor:
+        if shape not in weights:
+            weights[shape] = made(*shape)
+        return weights[shape]
+
     if module.experts is None:
         x, y = inputs(module, rows, "cuda", dtype, generator), made(rows, module.out_features)
         calls = [lambda step: package.add(module.name, 0, x, y, step)]
         if module.kind == "linear":
-            weight = made(module.out_features, module.in_features)
+            weight = held(module.out_features, module.in_features)
             calls.append(lambda step: package.linear(module.name, 0, x, weight, step))
         return calls
     up, down = by_name["experts_gate_up"], by_name["experts_down"]
-    ids, weights = routing(module, rows, generator)
+    ids, shares = routing(module, rows, generator)
     y = made(ids.numel(), module.out_features)
     if module is up:
         x = made(rows, module.in_features)
-        w13, w2 = (made(of.experts.local, of.out_features, of.in_features) for of in (up, down))
+        w13, w2 = (held(of.experts.local, of.out_features, of.in_features) for of in (up, down))
         return [
             lambda step: package.add_experts(module.name, 0, x, y, ids, None, step),
-            lambda step: package.moe(0, x, ids, weights, w13, w2, step),
+            lambda step: package.moe(0, x, ids, shares, w13, w2, step),
         ]
     x = made(ids.numel(), module.in_features)
-    return [lambda step: package.add_experts(module.name, 0, x, y, ids, weights, step)]
+    return [lambda step: package.add_experts(module.name, 0, x, y, ids, shares, step)]
 
 
 def _backend(package) -> ModuleType:
     return backend_module(package.__name__, package.BACKENDS, "fused")
 
 
-def sanitize(folder: Path, tool: str, timeout: int) -> int:
+def sanitize(folder: Path, tool: str, timeout: int, jobs: int) -> int:
     """Run a package's cases under one tool; prints what it reports. Returns the exit status of this program."""
+    names = [kernel.name for kernel in _backend(load(folder)).KERNELS]
+    if tool == "initcheck":  # which has to see what torch's kernels write
+        return _under(folder, tool, [], timeout)
+    if tool != "racecheck":
+        return _under(folder, tool, names, timeout)
+    with ThreadPoolExecutor(jobs) as pool:
+        return max(pool.map(lambda name: _under(folder, tool, [name], timeout), names))
+
+
+def _under(folder: Path, tool: str, kernels: list[str], timeout: int) -> int:
+    """One process under a tool that looks at these kernels, or at all there are."""
+    what = f"{folder.name} {tool}" + (f" {kernels[0]}" if len(kernels) == 1 else "")
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--print-limit", "10"]
     command += ["--error-exitcode", str(FOUND)]
-    if tool != "initcheck":  # which has to see what torch's kernels write
-        for kernel in _backend(load(folder)).KERNELS:
-            command += ["--kernel-name", f"kne={kernel.name}"]
+    for kernel in kernels:
+        command += ["--kernel-name", f"kne={kernel}"]
+    plain = ["--plain", "--mixed"] if tool == "initcheck" else ["--plain"]
     # every tensor is an allocation of its own, so that the next one's memory is out of bounds
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     started = time.perf_counter()
     try:
         done = subprocess.run(
-            [*command, sys.executable, "-m", "lorac.bench.sanitize", "--plain", str(folder)],
+            [*command, sys.executable, "-m", "lorac.bench.sanitize", *plain, str(folder)],
             env=environment, capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        print(f"{folder.name} {tool}: not done after {timeout} s")
+        print(f"{what}: not done after {timeout} s", flush=True)
         return 2
     said = done.stdout + done.stderr
-    refused = "Device not supported" in said
-    outcome = "device refused" if refused else {0: "clean", FOUND: "ERRORS"}.get(done.returncode, "failed")
-    print(f"{folder.name} {tool}: {outcome}, {time.perf_counter() - started:.0f} s", flush=True)
-    if outcome != "clean":
+    unable = next((words for words in ("Device not supported", "Internal Sanitizer Error") if words in said), "")
+    outcome = {0: "clean", FOUND: "ERRORS"}.get(done.returncode, "failed")
+    outcome = f"it gives up, {unable}" if unable else outcome
+    print(f"{what}: {outcome}, {time.perf_counter() - started:.0f} s", flush=True)
+    if outcome in ("ERRORS", "failed"):
         print(said[-6000:], flush=True)
     return {"clean": 0, "ERRORS": 1}.get(outcome, 2)
 
@@ -128,11 +150,13 @@ def main() -> int:
     parser.add_argument("packages", nargs="+", type=Path, metavar="PACKAGE")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="this tool alone; may be repeated")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for each tool and package; default: 300")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time, where there are several; default: 4")
+    parser.add_argument("--mixed", action="store_true", help="the batches alone that have all adapters")
     parser.add_argument("--plain", action="store_true", help="run the cases by themselves: what is run under a tool")
     args = parser.parse_args()
     for folder in args.packages:
         started = time.perf_counter()
-        run(load(folder))
+        run(load(folder), args.mixed)
         torch.cuda.synchronize()
         print(f"{folder.name} by itself: {time.perf_counter() - started:.0f} s", flush=True)
     if args.plain:
@@ -140,7 +164,9 @@ def main() -> int:
     if not shutil.which("compute-sanitizer"):
         print("compute-sanitizer is not installed", file=sys.stderr)
         return 2
-    return max(sanitize(folder, tool, args.timeout) for folder in args.packages for tool in args.tool or TOOLS)
+    return max(
+        sanitize(folder, tool, args.timeout, args.jobs) for folder in args.packages for tool in args.tool or TOOLS
+    )
 
 
 if __name__ == "__main__":

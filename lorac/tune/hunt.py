@@ -7,7 +7,7 @@ from typing import Protocol
 from lorac.plan.model import Launch
 from lorac.tune.batches import Batch
 from lorac.tune.journal import Journal
-from lorac.tune.search import DeviceLost, Result
+from lorac.tune.search import CLEARLY, DeviceLost, Result
 from lorac.tune.space import Site
 from lorac.tune.task import Task
 
@@ -15,7 +15,7 @@ _AT_ONCE = 3  # candidates timed beside the best in one visit of a site
 _PER_CALL = 0.8  # seconds kept for compiling what a call launches in the end, and timing it beside what is declared
 _LAST_SHARE = 0.2  # of the budget, at most, for all of those
 _WAIT = 0.5  # seconds to wait for the compiler before the budget is looked at again
-_NO_GAIN = "no faster than what is declared, measured once more in whole layers"
+_NO_GAIN = "not clearly faster than what is declared, measured once more in whole layers"
 _TOO_LATE = "not compiled for every batch in time"
 
 
@@ -101,7 +101,7 @@ class Hunt:
                     waiting.remove(site)
 
     def confirm(self) -> dict[Site, Compared]:
-        """Time every call once more in whole layers, as chosen and as declared; no faster there, it stays as declared.
+        """Time every call once more in whole layers, as chosen and as declared. Not clearly faster, it stays so.
 
         The other calls of its layers are as they are chosen by then.
         """
@@ -115,7 +115,7 @@ class Hunt:
             times = self.measurer.compare(declared, chosen, self.task.chosen(self.task.around(sites[0])))
             compared[sites[0]] = times
             before, after = (sum(of) for of in zip(*times.values(), strict=True)) if times else (0.0, 0.0)
-            if not after < before:  # alone it has been clearly faster
+            if not after < CLEARLY * before:
                 for site in sites:
                     search = self.task.searches[site]
                     undeclared = [launch for launch in search.times if launch != search.declared]

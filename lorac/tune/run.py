@@ -75,5 +75,6 @@ def tune(
                 compiler.close()
         journal.close()
     chosen = task.chosen(list(task.searches))
+    chosen |= task.between(chosen)
     table.write_text(table_text(file.spec.name, gpu.name, gpu.target, chosen, kept, task.open_ended), encoding="utf-8")
     return Outcome(table, task.searches, compared, ended)

@@ -17,7 +17,7 @@ MOST = 2000  # configurations a site is searched among
 APART = 2  # steps between the tiles of two configurations the search starts from
 STARTS = 5
 LEAST_STARTS = 2  # of the model's, whatever number of seeds there are
-CLEARLY = 0.995  # of the best's time: less is a new best, more may be noise
+CLEARLY = 0.995  # of another's time: less is faster, more may be noise
 WITHIN_REACH = 1.15  # of the library's time: tiles of our own are climbed from as far as this
 
 

@@ -52,12 +52,13 @@ class Task:
         self.searches: dict[Site, Search] = {}
         self.open_ended: set[Site] = set()  # where what is declared serves all larger batches too
         self._reached: dict[Site, Reached] = {}
+        self._planned: dict[Site, KernelPlan] = {}
         forced: Tuned = {}
         rendered: dict[str, set[str]] = {}
         kernels = self._searched(plan, make_plan(self.spec, file.shapes, self.declarations, self._may_be_left()))
         for site, kernel, kernel_plan in self._sites(plan, kernels, backends, rows or _sizes(plan)):
             search = self._search(site, kernel, kernel_plan, plan, gpu)
-            self.searches[site] = search
+            self.searches[site], self._planned[site] = search, kernel_plan
             if open_ended(kernel_plan, site):
                 self.open_ended.add(site)
             stages = forced.setdefault(site.backend, {})
@@ -118,6 +119,24 @@ class Task:
         """What the plan has them launch, in the same form."""
         searches = {site: self.searches[site] for site in sites}
         return self._with_bare({site: (of.bare or of.declared, of.declared) for site, of in searches.items()})
+
+    def between(self, chosen: dict[Site, Launch]) -> dict[Site, Launch]:
+        """What the plan launches at the sizes it tells apart below each chosen one, where they were not searched.
+
+        A tile serves every size up to its own; of those between nothing is known but what is declared.
+        """
+        pairs = {}
+        for site in chosen:
+            if site.adapters == BARE:
+                continue
+            plan, kernel = self._planned[site], self._declared(site)
+            classes = {of.rows for of in plan.launches} | {part.most for part in plan.library}
+            for rows in (of for of in classes if UNBOUNDED < of < site.rows):
+                other = replace(site, rows=rows)
+                if other not in self.searches:
+                    adapted = declared(plan, other)
+                    pairs[other] = (declared_bare(kernel, plan, other) if kernel.base else adapted, adapted)
+        return self._with_bare(pairs)
 
     def beside(self, site: Site) -> list[Site]:
         """The sites that one call launches, or would for other adapters or by the library; this one among them."""
