@@ -3,10 +3,9 @@
     lorac build specs/sanitize_r16.yaml specs/sanitize_r128.yaml
     python -m lorac.bench.sanitize generated/sanitize_r16 generated/sanitize_r128
 
-The batches of a package run by themselves, which compiles its kernels, and then under each tool: racecheck looks at one
-kernel at a time, for it gives up with all of them on the first it cannot follow; initcheck, which has to follow every
-kernel of torch as well, runs those batches alone that have all adapters. Exit status 1: a tool reported something; 2:
-it could not run, because it is not installed, refuses this device or gives up.
+The batches of a package run by themselves, which compiles its kernels, and then under each tool; initcheck, which has
+to follow every kernel of torch as well, runs those alone that have all adapters. Exit status 1: a tool reported
+something; 2: it could not run, because it is not installed, refuses this device or gives up.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -48,7 +46,7 @@ def run(package, mixed: bool) -> None:
     """Launch every kernel of the fused backend over all cases, each time with scratch that nothing has written."""
     generator = torch.Generator("cuda").manual_seed(0)
     slots = filled_slots(package, "cuda", {module.name: [0] for module in package.LAYOUT.modules}, generator)
-    weights: dict[tuple[int, ...], torch.Tensor] = {}  # by shape: to make them takes initcheck longer than all else
+    weights: dict[tuple[int, ...], torch.Tensor] = {}  # by shape, made once: initcheck follows that too
     for case in cases(package, mixed):
         for module in package.LAYOUT.modules:
             for call in _calls(package, module, case.rows, generator, weights):
@@ -104,24 +102,13 @@ def _backend(package) -> ModuleType:
     return backend_module(package.__name__, package.BACKENDS, "fused")
 
 
-def sanitize(folder: Path, tool: str, timeout: int, jobs: int) -> int:
+def sanitize(folder: Path, tool: str, timeout: int) -> int:
     """Run a package's cases under one tool; prints what it reports. Returns the exit status of this program."""
-    names = [kernel.name for kernel in _backend(load(folder)).KERNELS]
-    if tool == "initcheck":  # which has to see what torch's kernels write
-        return _under(folder, tool, [], timeout)
-    if tool != "racecheck":
-        return _under(folder, tool, names, timeout)
-    with ThreadPoolExecutor(jobs) as pool:
-        return max(pool.map(lambda name: _under(folder, tool, [name], timeout), names))
-
-
-def _under(folder: Path, tool: str, kernels: list[str], timeout: int) -> int:
-    """One process under a tool that looks at these kernels, or at all there are."""
-    what = f"{folder.name} {tool}" + (f" {kernels[0]}" if len(kernels) == 1 else "")
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--print-limit", "10"]
     command += ["--error-exitcode", str(FOUND)]
-    for kernel in kernels:
-        command += ["--kernel-name", f"kne={kernel}"]
+    if tool != "initcheck":  # which has to see what torch's kernels write
+        for kernel in _backend(load(folder)).KERNELS:
+            command += ["--kernel-name", f"kne={kernel.name}"]
     plain = ["--plain", "--mixed"] if tool == "initcheck" else ["--plain"]
     # every tensor is an allocation of its own, so that the next one's memory is out of bounds
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -132,13 +119,13 @@ def _under(folder: Path, tool: str, kernels: list[str], timeout: int) -> int:
             env=environment, capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        print(f"{what}: not done after {timeout} s", flush=True)
+        print(f"{folder.name} {tool}: not done after {timeout} s", flush=True)
         return 2
     said = done.stdout + done.stderr
     unable = next((words for words in ("Device not supported", "Internal Sanitizer Error") if words in said), "")
     outcome = {0: "clean", FOUND: "ERRORS"}.get(done.returncode, "failed")
     outcome = f"it gives up, {unable}" if unable else outcome
-    print(f"{what}: {outcome}, {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"{folder.name} {tool}: {outcome}, {time.perf_counter() - started:.0f} s", flush=True)
     if outcome in ("ERRORS", "failed"):
         print(said[-6000:], flush=True)
     return {"clean": 0, "ERRORS": 1}.get(outcome, 2)
@@ -150,7 +137,6 @@ def main() -> int:
     parser.add_argument("packages", nargs="+", type=Path, metavar="PACKAGE")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="this tool alone; may be repeated")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for each tool and package; default: 300")
-    parser.add_argument("--jobs", type=int, default=4, help="processes at a time, where there are several; default: 4")
     parser.add_argument("--mixed", action="store_true", help="the batches alone that have all adapters")
     parser.add_argument("--plain", action="store_true", help="run the cases by themselves: what is run under a tool")
     args = parser.parse_args()
@@ -164,9 +150,7 @@ def main() -> int:
     if not shutil.which("compute-sanitizer"):
         print("compute-sanitizer is not installed", file=sys.stderr)
         return 2
-    return max(
-        sanitize(folder, tool, args.timeout, args.jobs) for folder in args.packages for tool in args.tool or TOOLS
-    )
+    return max(sanitize(folder, tool, args.timeout) for folder in args.packages for tool in args.tool or TOOLS)
 
 
 if __name__ == "__main__":
