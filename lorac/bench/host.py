@@ -29,7 +29,8 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class HostTime:
-    """One call: host µs (the median) and, per call, copies, kernels and synchronisations the driver was asked for.
+    """One call, or one of many: host µs (the median), and copies, kernels and synchronisations the driver was asked
+    for.
 
     `driver_us` is what these took, as the profiler saw it, which lengthens them; of launches of graphs it sees nothing.
     """
@@ -44,7 +45,9 @@ class HostTime:
 
 
 def host_times(workload: Workload, backend: str) -> list[HostTime]:
-    """prepare for a decode and a prefill batch; add (and linear) of every module, launched eagerly in one forward."""
+    """prepare for a decode and a prefill batch; add (and linear) of every module, launched eagerly: by itself while the
+    device waits, and among all of a forward, as engines do.
+    """
     slots = workload.package.LAYOUT.slots
     step = workload.package.Step(workload.slots, backend)
     names = [str(row % slots) for row in range(DECODE_ROWS)]
@@ -61,6 +64,8 @@ def host_times(workload: Workload, backend: str) -> list[HostTime]:
         step.prepare([str(row % slots) for row in range(rows)])
         with step.launching():
             times += [_timed(backend, f"{call}, {rows} rows", run) for call, run in _launches(workload, step).items()]
+            for call, run, count in _forwards(workload, step):
+                times.append(_timed(backend, f"{call}, each of {count}, {rows} rows", run, count))
     return times
 
 
@@ -79,7 +84,23 @@ def _launches(workload: Workload, step: Step) -> dict[str, Callable[[], object]]
     return calls
 
 
-def _timed(backend: str, call: str, run: Callable[[], object]) -> HostTime:
+def _forwards(workload: Workload, step: Step) -> list[tuple[str, Callable[[], object], int]]:
+    """(call, all of a forward's, how many): add of all modules in all layers that have them, and linear where it is."""
+    package, owned = workload.package, getattr(step.backend, "LINEAR", {})
+    instances: list[tuple[str, int]] = []
+    workload.in_layers(lambda name, layer: instances.append((name, layer)))
+    x = {name: workload.inputs(name, step) for name in workload.per_layer}
+    y = {of: workload.base(*of, step.batch.padded) for of in instances}
+    # results live on until the forward ends, so each is where it was in the forward before
+    calls = [("add", lambda: [package.add(*of, x[of[0]], y[of], step) for of in instances])]
+    if instances and all(name in owned for name, _ in instances):
+        weights = {of: workload.weight(*of) for of in instances}
+        calls.append(("linear", lambda: [package.linear(*of, x[of[0]], weights[of], step) for of in instances]))
+    return [(*call, len(instances)) for call in calls if instances]
+
+
+def _timed(backend: str, call: str, run: Callable[[], object], count: int = 1) -> HostTime:
+    """`run`, or of `count` calls that it makes the average."""
     for _ in range(_COUNTED):
         run()
     samples = []
@@ -87,8 +108,8 @@ def _timed(backend: str, call: str, run: Callable[[], object]) -> HostTime:
         torch.cuda.synchronize()  # so that the launch queue, which is bounded, never holds the host up
         begun = time.perf_counter()
         run()
-        samples.append((time.perf_counter() - begun) * 1e6)
-    return HostTime(backend, call, median(samples), *_driver(run))
+        samples.append((time.perf_counter() - begun) * 1e6 / count)
+    return HostTime(backend, call, median(samples), *(value / count for value in _driver(run)))
 
 
 def _driver(run: Callable[[], object]) -> tuple[float, ...]:
