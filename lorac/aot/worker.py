@@ -11,7 +11,6 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from lorac.plan.kernels import PDL_TARGETS
 from lorac.runtime.launch import Kernel, Launch
@@ -51,23 +50,12 @@ def compile_launch(backend: str, kernel: Kernel, launch: Launch, target: str) ->
     row = {"backend": backend, "kernel": kernel.name, "target": target, "launch": describe(launch)}
     try:
         constants, options = launch.specialised(target in PDL_TARGETS)
-        compiled = triton.compile(_source(kernel, launch, constants), target=_gpu(target), options=options)
+        compiled = triton.compile(kernel.source(launch, constants), target=_gpu(target), options=options)
         registers, stack = _amd_usage(compiled) if "amdgcn" in compiled.asm else _nvidia_usage(compiled.asm["cubin"])
     except Exception as error:  # whatever the compiler raises, it is this configuration's finding
         lines = str(error).strip().splitlines() or [""]
         return row | {"registers": 0, "stack": 0, "shared": 0, "error": f"{type(error).__name__}: {lines[-1]}"}
     return row | {"registers": registers, "stack": stack, "shared": compiled.metadata.shared, "error": ""}
-
-
-def _source(kernel: Kernel, launch: Launch, constants: dict[str, int]) -> ASTSource:
-    """The kernel as the runtime launches it: aligned pointers, integers of any value."""
-    pointers = [index for index, of in enumerate(kernel.arguments.values()) if of.startswith("*")]
-    return ASTSource(
-        fn=kernel.function,
-        signature={**kernel.signature(launch), **dict.fromkeys(constants, "constexpr")},
-        constexprs=constants,
-        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
-    )
 
 
 def _gpu(target: str) -> GPUTarget:

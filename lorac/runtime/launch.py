@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorac.runtime.compiled import Compiled, Tiles
@@ -23,7 +25,6 @@ _ELEMENT = {
     "i32": torch.int32,
     "i64": torch.int64,
 }
-_SCALAR = {"i32": 7, "i64": 7}  # any value: integers are never specialised on
 ANY = -1  # adapters of a launch that serves any number of them
 # an argument whose kernel reads whole tiles by descriptor (TMA where there is any): element, rows and columns of a tile
 _TILED = re.compile(r"tile<(\w+)>\[(\w+), (\w+)\]")
@@ -163,7 +164,8 @@ class Kernel:
     def compile(self, launch: Launch) -> Compiled:
         """Compile one configuration for the current device without running it; later launches reuse it.
 
-        Raises CaptureError while a graph is captured (loading a module there is illegal) and PackageError once sealed.
+        To Triton's cache it is the same as what `build --aot` compiled for such a device. Raises CaptureError while a
+        graph is captured (loading a module there is illegal) and PackageError once sealed.
         """
         device = torch.cuda.current_device()
         if torch.cuda.is_current_stream_capturing():
@@ -174,11 +176,21 @@ class Kernel:
             raise PackageError(f"{self.name} would be compiled after the package was sealed: call warm() before seal()")
         dependent = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
         constants, options = launch.specialised(dependent)
-        values = [self._example(name, launch) for name in self.arguments]
-        compiled = self.function.warmup(*values, grid=(1,), **constants, **options)
+        target = driver.active.get_current_target()
+        compiled = triton.compile(self.source(launch, constants), target=target, options=options)
         made = Compiled(compiled, tuple(constants.values()), launch.pdl and dependent)
         self._compiled[launch, device] = made.prefer_shared()
         return made
+
+    def source(self, launch: Launch, constants: dict[str, int]) -> ASTSource:
+        """One configuration as Triton compiles it: pointers are aligned, integers have any value."""
+        pointers = [index for index, of in enumerate(self.arguments.values()) if of.startswith("*")]
+        return ASTSource(
+            fn=self.function,
+            signature={**self.signature(launch), **dict.fromkeys(constants, "constexpr")},
+            constexprs=constants,
+            attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
+        )
 
     def signature(self, launch: Launch) -> dict[str, str]:
         """The types of the arguments of one configuration, as Triton's compiler names them."""
@@ -197,12 +209,3 @@ class Kernel:
     def _block(self, name: str, launch: Launch) -> list[int]:
         """Rows and columns of the tiles an argument is read in."""
         return [launch.constants[size] for size in self._tiled[name][1:]]
-
-    def _example(self, name: str, launch: Launch):
-        """A value that stands for every value of an argument, for Triton to specialise on."""
-        if name in self._tiled:
-            block = self._block(name, launch)
-            tensor = torch.empty(block, dtype=_ELEMENT[self._tiled[name][0]], device="cuda")
-            return TensorDescriptor(tensor, block, tensor.stride(), block)
-        of = self.arguments[name]
-        return _ELEMENT[of[1:]] if of.startswith("*") else _SCALAR[of]

@@ -190,3 +190,52 @@ def test_shrinks_fit_on_a_multiprocessor_beside_their_projection():
     for module, programs in found.items():
         shared, registers = (sum(of) for of in zip(*programs, strict=True))
         assert len(programs) == 2 and shared <= SHARED and registers <= REGISTERS, module
+
+
+COMPILED_BEFORE = """
+import os
+import torch
+from triton.runtime.driver import driver
+from lorac.aot.worker import _gpu, compile_launch
+from lorac.runtime import launch as launching
+from lorac.runtime.load import load
+from lorac.runtime.package import backend_module
+
+package = load("generated/llama31_8b")
+kernels = {kernel.name: kernel for kernel in backend_module(package.__name__, package.BACKENDS, "fused").KERNELS}
+
+
+class Driver:
+    get_current_target = staticmethod(lambda: _gpu("sm_90"))
+
+
+class Compiled:
+    def __init__(self, compiled, constants, pdl):
+        assert compiled.asm["cubin"]
+
+    prefer_shared = lambda self: self
+
+
+for name in ("tile_shrink_o_proj", "tile_project_o_proj"):
+    kernel = kernels[name]
+    compile_launch("fused", kernel, kernel.launches[-1], "sm_90")
+driver.set_active(Driver())
+launching.Compiled = Compiled
+torch.cuda.current_device, torch.cuda.get_device_capability = lambda: 0, lambda device: (9, 0)
+torch.cuda.is_current_stream_capturing = lambda: False
+for name in ("tile_shrink_o_proj", "tile_project_o_proj"):
+    before = set(os.listdir(os.environ["TRITON_CACHE_DIR"]))
+    kernels[name].compile(kernels[name].launches[-1])
+    kernels[name].compile(kernels[name].launches[-2])
+    print(len(set(os.listdir(os.environ["TRITON_CACHE_DIR"])) - before))
+"""
+
+
+def test_the_runtime_finds_what_was_compiled_ahead_of_time(tmp_path):
+    """Of two configurations of each kernel one was: only the other adds to the cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", COMPILED_BEFORE]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["1", "1"]
