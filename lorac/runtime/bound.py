@@ -59,8 +59,8 @@ def bound_before(
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None stands for those of a contiguous tensor, which are told much faster."""
-    return None if tensor.is_contiguous() else tensor.stride()
+    """None stands for those of a contiguous tensor, told faster; but one row is contiguous however it lies."""
+    return None if tensor.is_contiguous() and tensor.shape[0] > 1 else tensor.stride()
 
 
 class _Bound(NamedTuple):

@@ -5,7 +5,7 @@ import itertools
 import weakref
 from array import array
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -128,13 +128,13 @@ class Step:
             self.slots.release(self._in_use)
             self._in_use = ()
 
-    def launching(self) -> AbstractContextManager:
+    def launching(self) -> "Launching":
         """Launches of the prepared batch go inside, on the current stream: until it ends no slot changes.
 
         `add` and `linear` enter it for themselves. Around a whole forward it makes that cheaper, and spares it the
         TicketError of an adapter replaced halfway. Raises TicketError as `check`.
         """
-        return _AS_IT_IS if self.inside else Launching(self)
+        return Launching(self)
 
     def enter(self, module: str, layer: int) -> tuple[Batch, Instance]:
         """The current batch and the slot tensors (a, b, rank, scale) of one instance of a module; inside `launching`.

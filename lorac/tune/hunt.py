@@ -101,7 +101,7 @@ class Hunt:
                     waiting.remove(site)
 
     def confirm(self) -> dict[Site, Compared]:
-        """Time every call once more in whole layers, as chosen and as declared. Not clearly faster, it stays so.
+        """Time every call once more in whole layers, as chosen and as declared. Not clearly faster, it stays declared.
 
         The other calls of its layers are as they are chosen by then.
         """

@@ -37,7 +37,8 @@ def table_text(name: str, gpu: str, target: str, chosen: dict[Site, Launch], kep
     """
     lines = [
         f"# Launch configurations of {name}, measured on one {gpu} by `lorac tune`. A tile serves batches of up",
-        "# to `rows` rows and adapters of up to `rank`; the first that does is taken, the backend's own last.",
+        "# to `rows` rows and adapters of up to `rank`; the first that does is taken, the backend's own last. Sizes",
+        "# between those searched have the backend's own as well.",
         f"lorac_tuned: {FORMAT}",
         f"gpu: {gpu}",
         f"target: {target}",

@@ -121,7 +121,7 @@ class Task:
         return self._with_bare({site: (of.bare or of.declared, of.declared) for site, of in searches.items()})
 
     def between(self, chosen: dict[Site, Launch]) -> dict[Site, Launch]:
-        """What the plan launches at the sizes it tells apart below each chosen one, where they were not searched.
+        """What the plan launches at the sizes that are declared below each chosen one, where they were not searched.
 
         A tile serves every size up to its own; of those between nothing is known but what is declared.
         """
@@ -130,8 +130,8 @@ class Task:
             if site.adapters == BARE:
                 continue
             plan, kernel = self._planned[site], self._declared(site)
-            classes = {of.rows for of in plan.launches} | {part.most for part in plan.library}
-            for rows in (of for of in classes if UNBOUNDED < of < site.rows):
+            classes = {tile.rows for of in self.beside(site) for tile in self._declared(of).tiles if tile.rows}
+            for rows in (of for of in classes if of < site.rows):
                 other = replace(site, rows=rows)
                 if other not in self.searches:
                     adapted = declared(plan, other)

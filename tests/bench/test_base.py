@@ -1,6 +1,7 @@
 """Kernels that have the base: judged with adapters and without, against the library, and held to base rows' bits."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -166,7 +167,7 @@ def test_a_tile_that_sums_otherwise_is_not_for_them(spec):
 
 
 def test_what_wins_alone_and_loses_in_layers_stays_as_declared(spec):
-    """The other calls of a layer are there as they are chosen by then, and only they."""
+    """Or does not clearly win. The other calls of a layer are there as they are chosen by then, and only they."""
     seen = []
 
     class InLayers(Measurer):
@@ -174,7 +175,7 @@ def test_what_wins_alone_and_loses_in_layers_stays_as_declared(spec):
             modules, rows = {site.module for site in chosen}, {site.rows for site in (*chosen, *around)}
             assert len(modules) == len(rows) == 1 and not modules & {site.module for site in around}
             seen.append((modules.pop(), rows.pop(), around))
-            return {(1, 32): (10.0, 12.0) if seen[-1][0] == "down_proj" else (10.0, 9.9)}
+            return {(1, 32): (10.0, 9.97) if seen[-1][0] == "down_proj" else (10.0, 9.9)}
 
     before = plan_spec(spec).plan
     search(spec, InLayers(steady), rows=ROWS)
@@ -187,22 +188,27 @@ def test_what_wins_alone_and_loses_in_layers_stays_as_declared(spec):
     assert all({site.module for site in around} == {"qkv_proj", "down_proj"} - {module} for module, _, around in seen)
 
 
-def test_sizes_between_those_searched_stay_as_declared(spec):
-    """A tile serves every size up to its own, but nothing was measured there."""
+@pytest.mark.parametrize("few_outputs", [False, True])
+def test_sizes_between_those_searched_stay_as_declared(spec, few_outputs):
+    """A tile serves every size up to its own, but nothing was measured there; with few outputs the library has all."""
+    if few_outputs:
+        spec.write_text(spec.read_text().replace("hidden: 4096", "hidden: 128").replace("head_dim: 128", "head_dim: 4"))
     before = plan_spec(spec).plan
-    search(spec, Measurer(steady), rows=(64, 512))
+    search(spec, Measurer(lambda site, *of: steady(replace(site, module="down_proj"), *of)), rows=(64, 512))
     after = plan_spec(spec).plan
-    old, new = (settings(at(plan, "tile_project", "down_proj", 64)) for plan in (before, after))
+    old, new = (_served(plan, "tile_project", 64) for plan in (before, after))
     assert old != new
-    for stage in ("tile_project", "tile_shrink"):
-        classes = {launch.rows for launch in _kernel(before, stage, "down_proj").launches} - {0, 64, 512}
-        assert classes
-        for rows in classes:
-            old, new = (settings(at(plan, stage, "down_proj", rows)) for plan in (before, after))
-            assert old == new, f"{stage} at {rows} rows"
-    for rows, bare in itertools.product((16, 128, 256), (False, True)):
-        old, new = (_kernel(plan, "tile_project", "down_proj").leaves(rows, bare) for plan in (before, after))
-        assert old == new, f"{rows} rows, bare {bare}"
+    for stage, rows, bare in itertools.product(("tile_project", "tile_shrink"), (16, 32, 128, 256), (False, True)):
+        if stage == "tile_project" or not bare:
+            old, new = (_served(plan, stage, rows, bare) for plan in (before, after))
+            assert old == new, f"{stage} at {rows} rows, bare {bare}"
+
+
+def _served(plan, stage, rows, bare=False):
+    """The sizes of what down_proj launches, or that the library has its base."""
+    if stage == "tile_project" and _kernel(plan, stage, "down_proj").leaves(rows, bare):
+        return "library"
+    return settings(at(plan, stage, "down_proj", rows, 0 if bare else 32))
 
 
 def test_what_is_no_faster_once_more_stays_as_declared_also_from_the_journal(spec):

@@ -228,6 +228,20 @@ def test_tensors_that_do_not_fit_are_refused_after_others_did(bench, step):
         add("up_proj", 0, x, y, step)
 
 
+def test_one_row_may_lie_as_it_likes_after_others_did_not(bench, step):
+    """A tensor of one row is contiguous however far its rows would be apart."""
+    bench.prepare(step, [0])
+    x, weight = bench.random(1, IN), bench.random(OUT, IN)
+    apart = bench.random(2, IN + 1)[:1, :IN]
+    apart.copy_(x)
+    assert apart.is_contiguous() and apart.stride() != x.stride()
+    for call in (
+        lambda x: bench.package.add("up_proj", 0, x, torch.zeros(1, OUT, dtype=x.dtype), step),
+        lambda x: bench.package.linear("up_proj", 0, x, weight, step),
+    ):
+        assert torch.equal(call(apart), call(x)) and torch.equal(call(apart), call(x))
+
+
 def test_a_batch_of_base_rows_binds_nothing_of_lora(bench, step, binds):
     bench.prepare(step, [-1, -1])
     x, y = bench.random(2, IN), bench.random(2, OUT)

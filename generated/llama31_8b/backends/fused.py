@@ -107,8 +107,8 @@ def _column(
 ):  # fmt: skip
     """(where the columns of a step over h begin, the spans left after it); past them all where there is none.
 
-    `only` is the slot of a batch of one adapter. Nothing is read before the first column or past the last: so a step
-    over that slot ends with it in the first half of the slots, and begins with it in the second.
+    `only` is the slot of a batch of one adapter. Nothing is read before the first slot's columns or past the last's: a
+    step wider than a slot ends with that slot in the first half of them, and begins with it in the second.
     """
     COLUMNS: tl.constexpr = 8 * PITCH
     if SPARSE:
@@ -117,9 +117,10 @@ def _column(
         column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
     elif ACTIVE == 1:
-        column = tl.where(only < 0, COLUMNS, only * PITCH + step * BLOCK_K)
+        column = only * PITCH + step * BLOCK_K
         if PITCH < BLOCK_K:
-            column += tl.where((only >= 0) & (2 * only < 8), PITCH - BLOCK_K, 0)
+            column += tl.where(2 * only < 8, PITCH - BLOCK_K, 0)
+        column = tl.where((only < 0) | (step >= _steps(ACTIVE, RANK, PITCH, BLOCK_K)), COLUMNS, column)
     elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
         slot = tl.load(active + step // EACH, mask=step < _steps(ACTIVE, RANK, PITCH, BLOCK_K), other=-1)
@@ -190,11 +191,14 @@ def _not_before(value):
 
 @triton.jit
 def _tile_project_qkv_proj_tile(
-    number, x, weight, h, b, active, spans, most, y, rows,
+    number, x, weight, h, b, active, only, spans, most, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
+
+    `only`: the slot of a batch of one adapter, where its steps over h are found by that.
+    """
     N: tl.constexpr = 6144
     STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
@@ -221,7 +225,6 @@ def _tile_project_qkv_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
-    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -235,7 +238,8 @@ def _tile_project_qkv_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                    only = _not_before(only)
+                    if ACTIVE == 1:
+                        only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
@@ -279,6 +283,8 @@ def tile_project_qkv_proj(
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
+    # before the loads of the first steps, behind which it would queue
+    only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (
@@ -287,12 +293,12 @@ def tile_project_qkv_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows,
+                number, x, weight, h, b, active, only, spans, most, y, rows,
                 ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, rows,
             ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
@@ -767,11 +773,14 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
 
 @triton.jit
 def _tile_project_o_proj_tile(
-    number, x, weight, h, b, active, spans, most, y, rows,
+    number, x, weight, h, b, active, only, spans, most, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
+
+    `only`: the slot of a batch of one adapter, where its steps over h are found by that.
+    """
     N: tl.constexpr = 4096
     STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
@@ -784,7 +793,6 @@ def _tile_project_o_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
-    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -798,7 +806,8 @@ def _tile_project_o_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                    only = _not_before(only)
+                    if ACTIVE == 1:
+                        only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
@@ -842,18 +851,20 @@ def tile_project_o_proj(
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
+    # before the loads of the first steps, behind which it would queue
+    only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows,
+                number, x, weight, h, b, active, only, spans, most, y, rows,
                 ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_o_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, rows,
             ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
@@ -1314,11 +1325,14 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
 
 @triton.jit
 def _tile_project_gate_up_proj_tile(
-    number, x, weight, h, b, active, spans, most, y, rows,
+    number, x, weight, h, b, active, only, spans, most, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
+
+    `only`: the slot of a batch of one adapter, where its steps over h are found by that.
+    """
     N: tl.constexpr = 28672
     STEPS: tl.constexpr = (4096 + BLOCK_K - 1) // BLOCK_K
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
@@ -1337,7 +1351,6 @@ def _tile_project_gate_up_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
-    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -1351,7 +1364,8 @@ def _tile_project_gate_up_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                    only = _not_before(only)
+                    if ACTIVE == 1:
+                        only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
@@ -1395,18 +1409,20 @@ def tile_project_gate_up_proj(
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
+    # before the loads of the first steps, behind which it would queue
+    only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (14336 + BLOCK_N - 1) // BLOCK_N + (14336 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_gate_up_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows,
+                number, x, weight, h, b, active, only, spans, most, y, rows,
                 ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_gate_up_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, rows,
             ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
@@ -1873,11 +1889,14 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
 
 @triton.jit
 def _tile_project_down_proj_tile(
-    number, x, weight, h, b, active, spans, most, shares, arrived, y, rows,
+    number, x, weight, h, b, active, only, spans, most, shares, arrived, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
+
+    `only`: the slot of a batch of one adapter, where its steps over h are found by that.
+    """
     N: tl.constexpr = 4096
     STEPS: tl.constexpr = (14336 + BLOCK_K - 1) // BLOCK_K
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
@@ -1890,7 +1909,6 @@ def _tile_project_down_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
-    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     # Steps are shared alike whatever the batch, for base rows to have the same bits with and without adapters. Past
     # the last a step reads zeros: were there fewer for some share, wgmma would be serialised.
@@ -1910,7 +1928,8 @@ def _tile_project_down_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                    only = _not_before(only)
+                    if ACTIVE == 1:
+                        only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
@@ -1960,18 +1979,20 @@ def tile_project_down_proj(
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
+    # before the loads of the first steps, behind which it would queue
+    only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if SHARES == 1 and (LOOP or DYNAMIC):
         TILES: tl.constexpr = (4096 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_down_proj_tile(
-                number, x, weight, h, b, active, spans, most, shares, arrived, y, rows,
+                number, x, weight, h, b, active, only, spans, most, shares, arrived, y, rows,
                 ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_down_proj_tile(
-            tl.program_id(0) // SHARES, x, weight, h, b, active, spans, most, shares, arrived, y, rows,
+            tl.program_id(0) // SHARES, x, weight, h, b, active, only, spans, most, shares, arrived, y, rows,
             ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:

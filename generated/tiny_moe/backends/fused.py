@@ -108,8 +108,8 @@ def _column(
 ):  # fmt: skip
     """(where the columns of a step over h begin, the spans left after it); past them all where there is none.
 
-    `only` is the slot of a batch of one adapter. Nothing is read before the first column or past the last: so a step
-    over that slot ends with it in the first half of the slots, and begins with it in the second.
+    `only` is the slot of a batch of one adapter. Nothing is read before the first slot's columns or past the last's: a
+    step wider than a slot ends with that slot in the first half of them, and begins with it in the second.
     """
     COLUMNS: tl.constexpr = 3 * PITCH
     if SPARSE:
@@ -118,9 +118,10 @@ def _column(
         column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
     elif ACTIVE == 1:
-        column = tl.where(only < 0, COLUMNS, only * PITCH + step * BLOCK_K)
+        column = only * PITCH + step * BLOCK_K
         if PITCH < BLOCK_K:
-            column += tl.where((only >= 0) & (2 * only < 3), PITCH - BLOCK_K, 0)
+            column += tl.where(2 * only < 3, PITCH - BLOCK_K, 0)
+        column = tl.where((only < 0) | (step >= _steps(ACTIVE, RANK, PITCH, BLOCK_K)), COLUMNS, column)
     elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
         slot = tl.load(active + step // EACH, mask=step < _steps(ACTIVE, RANK, PITCH, BLOCK_K), other=-1)
@@ -143,11 +144,14 @@ def _not_before(value):
 
 @triton.jit
 def _tile_project_qkv_proj_tile(
-    number, x, weight, h, b, active, spans, most, y, rows,
+    number, x, weight, h, b, active, only, spans, most, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way."""
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
+
+    `only`: the slot of a batch of one adapter, where its steps over h are found by that.
+    """
     N: tl.constexpr = 128
     STEPS: tl.constexpr = (64 + BLOCK_K - 1) // BLOCK_K
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
@@ -175,7 +179,6 @@ def _tile_project_qkv_proj_tile(
     first_row = tile_m * BLOCK_M
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
-    only = tl.load(active) if ACTIVE == 1 else -1  # before the loads of the first steps, behind which it would queue
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS + most):
         k = step * BLOCK_K
@@ -189,7 +192,8 @@ def _tile_project_qkv_proj_tile(
                     _wait_in_loop()
                     if EARLY:
                         _let_go_in_loop()
-                    only = _not_before(only)
+                    if ACTIVE == 1:
+                        only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
@@ -233,6 +237,8 @@ def tile_project_qkv_proj(
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
         tl.extra.cuda.gdc_wait()
+    # before the loads of the first steps, behind which it would queue
+    only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
     if LOOP or DYNAMIC:
         TILES: tl.constexpr = (
@@ -241,12 +247,12 @@ def tile_project_qkv_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, h, b, active, spans, most, y, rows,
+                number, x, weight, h, b, active, only, spans, most, y, rows,
                 ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, spans, most, y, rows,
+            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, rows,
             ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
