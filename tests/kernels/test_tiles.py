@@ -14,7 +14,7 @@ from lorac.verify.slots import numbered
 
 # by the package's largest; of six slots of 96 columns, only those that a batch needs are read
 RANKS = {24: (24, 5, 16), 96: (96, 5, 70, 33, 1, 96)}
-TOLERANCE = {"float32": 1e-6, "float16": 2e-3}
+TOLERANCE = {"float32": 3e-6, "float16": 2e-3}  # of a row; TF32 would be at 3e-4
 # (phase, requests) by name: on both sides of every family's rows, adapters mixed, alone, and one after another
 BATCHES = {
     "few rows, mixed": ("decode", [(-1, 1), (0, 1), (2, 1), (1, 1)] * 10),
