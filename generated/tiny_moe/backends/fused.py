@@ -117,15 +117,14 @@ def _column(
         rest = left & (left - 1)
         column = tl.where(left == 0, COLUMNS, _count((left ^ rest) - 1) * SPAN)
         left = rest
-    elif ACTIVE == 1:
-        column = only * PITCH + step * BLOCK_K
-        if PITCH < BLOCK_K:
-            column += tl.where(2 * only < 3, PITCH - BLOCK_K, 0)
-        column = tl.where((only < 0) | (step >= _steps(ACTIVE, RANK, PITCH, BLOCK_K)), COLUMNS, column)
-    elif _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
+    elif ACTIVE == 1 or _steps(ACTIVE, RANK, PITCH, BLOCK_K) * BLOCK_K < COLUMNS:
         EACH: tl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
-        slot = tl.load(active + step // EACH, mask=step < _steps(ACTIVE, RANK, PITCH, BLOCK_K), other=-1)
-        column = tl.where(slot < 0, COLUMNS, slot * PITCH + step % EACH * BLOCK_K)
+        listed = step < _steps(ACTIVE, RANK, PITCH, BLOCK_K)
+        slot = only if ACTIVE == 1 else tl.load(active + step // EACH, mask=listed, other=-1)
+        column = slot * PITCH + step % EACH * BLOCK_K
+        if PITCH < BLOCK_K:
+            column += tl.where(2 * slot < 3, PITCH - BLOCK_K, 0)
+        column = tl.where(listed & (slot >= 0), column, COLUMNS)
     else:
         column = step * BLOCK_K
     return column, left
