@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -71,32 +72,32 @@ def host_times(workload: Workload, backend: str) -> list[HostTime]:
 
 def _launches(workload: Workload, step: Step) -> dict[str, Callable[[], object]]:
     """add of every module for the prepared batch, and linear where the backend owns the base layer."""
-    calls = {}
-    for name, layers in workload.layers.items():
-        x, layer = workload.inputs(name, step), layers[0]
-        y = workload.base(name, layer, step.batch.padded)
-        calls[f"add {name}"] = lambda name=name, layer=layer, x=x, y=y: workload.package.add(name, layer, x, y, step)
-        if name in getattr(step.backend, "LINEAR", {}):
-            weight = workload.weight(name, layer)
-            calls[f"linear {name}"] = lambda name=name, layer=layer, x=x, weight=weight: workload.package.linear(
-                name, layer, x, weight, step
-            )
-    return calls
+    return {
+        f"{call} {name}": run
+        for name, layers in workload.layers.items()
+        for call, run in _calls(workload, step, name, layers[0]).items()
+    }
 
 
 def _forwards(workload: Workload, step: Step) -> list[tuple[str, Callable[[], object], int]]:
-    """(call, all of a forward's, how many): add of all modules in all layers that have them, and linear where it is."""
-    package, owned = workload.package, getattr(step.backend, "LINEAR", {})
-    instances: list[tuple[str, int]] = []
-    workload.in_layers(lambda name, layer: instances.append((name, layer)))
-    x = {name: workload.inputs(name, step) for name in workload.per_layer}
-    y = {of: workload.base(*of, step.batch.padded) for of in instances}
-    # results live on until the forward ends, so each is where it was in the forward before
-    calls = [("add", lambda: [package.add(*of, x[of[0]], y[of], step) for of in instances])]
-    if instances and all(name in owned for name, _ in instances):
-        weights = {of: workload.weight(*of) for of in instances}
-        calls.append(("linear", lambda: [package.linear(*of, x[of[0]], weights[of], step) for of in instances]))
-    return [(*call, len(instances)) for call in calls if instances]
+    """(call, all of a forward's, how many): of all modules in all layers that have all of them."""
+    instances: list[dict[str, Callable[[], object]]] = []
+    workload.in_layers(lambda name, layer: instances.append(_calls(workload, step, name, layer)))
+    forwards = []
+    for call in ("add", "linear"):
+        if runs := [of[call] for of in instances if call in of]:
+            # results live on until the forward ends, so each is where it was in the forward before
+            forwards.append((call, lambda runs=runs: [run() for run in runs], len(runs)))
+    return forwards
+
+
+def _calls(workload: Workload, step: Step, name: str, layer: int) -> dict[str, Callable[[], object]]:
+    """What can be called on one instance: add, and linear where the backend owns the base layer."""
+    x, y = workload.inputs(name, step), workload.base(name, layer, step.batch.padded)
+    calls: dict[str, Callable[[], object]] = {"add": partial(workload.package.add, name, layer, x, y, step)}
+    if name in getattr(step.backend, "LINEAR", {}):
+        calls["linear"] = partial(workload.package.linear, name, layer, x, workload.weight(name, layer), step)
+    return calls
 
 
 def _timed(backend: str, call: str, run: Callable[[], object], count: int = 1) -> HostTime:

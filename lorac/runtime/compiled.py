@@ -1,7 +1,6 @@
 """A compiled kernel, called without what Triton looks up and checks at every launch."""
 
 import ctypes
-import functools
 from collections.abc import Callable
 
 import torch
@@ -44,7 +43,8 @@ class Compiled:
         memory for kernels of more than 48 kB alone.
         """
         if torch.version.hip is None:
-            _cuda().cuFuncSetAttribute(self.compiled.function, _CARVEOUT, _MOST)
+            function = ctypes.c_void_p(self.compiled.function)
+            ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(function, _CARVEOUT, _MOST)
         return self
 
     def bound(
@@ -86,10 +86,3 @@ class Compiled:
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
         compiled.run(x, y, z, stream, *self.handles, *arguments, *self.constants)
-
-
-@functools.cache
-def _cuda() -> ctypes.CDLL:
-    cuda = ctypes.CDLL("libcuda.so.1")
-    cuda.cuFuncSetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-    return cuda

@@ -91,8 +91,8 @@ def test_the_library_is_chosen_where_it_is_faster_and_its_expand_is_searched_the
     expanded = {(site.module, site.rows) for site, _ in measurer.seen if site.stage == "tile_expand"}
     assert expanded == {("qkv_proj", 256)}, "what the library's side runs is measured where that is chosen"
     assert "left to the library's GEMM" in explain(plan) and "NVIDIA H200" in explain(plan)
-    kernel = next(of for of in plan.backends[0].kernels if of.name == "tile_project_qkv_proj")
-    tuned = [part for part in kernel.library if part.source == "NVIDIA H200"]
+    library = _kernel(plan, "tile_project", "qkv_proj").library
+    tuned = [part for part in library if part.source == "NVIDIA H200"]
     assert [(part.bare, part.least, part.most) for part in tuned] == [(False, 129, 256), (True, 129, 256)]
 
 

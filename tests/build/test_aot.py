@@ -133,6 +133,15 @@ def test_build_aot_compiles_what_the_spec_lists(tmp_path, capsys, monkeypatch):
         assert f" {kernel} " in out
 
 
+def compiled_by(script: str, *arguments: str, **environment: str) -> str:
+    """What a script prints that compiles for real, in a process where Triton's interpreter is off."""
+    environment = {name: of for name, of in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    command = [sys.executable, "-c", script, *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 PIPELINED = """
 from lorac.aot.worker import compile_launch
 from lorac.runtime.load import load
@@ -152,10 +161,7 @@ for kernel in backend_module(package.__name__, package.BACKENDS, "fused").KERNEL
 
 def test_loops_whose_steps_may_wait_are_pipelined_all_the_same():
     """Triton 3.9 pipelines none with its own wait inside: then every step waits for loads of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", PIPELINED], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    found = [line.split(",") for line in run.stdout.split()]
+    found = [line.split(",") for line in compiled_by(PIPELINED).split()]
     assert {kernel for kernel, *_ in found} == {"tile_project_o_proj", "tile_project_down_proj"} and len(found) == 4
     assert [line for line in found if line[2] != "True"] == []
 
@@ -183,12 +189,9 @@ def test_declared_shrinks_fit_on_a_multiprocessor_beside_their_projection(tmp_pa
     """Where that pays. Else the projection begins there when the shrink has ended: 10 us late of 48, for o_proj and
     1,024 rows. Of a spec that has no table."""
     assert main(["build", "--quiet", "--output", str(tmp_path), str(ROOT / "specs" / "tax_r64.yaml")]) == 0
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", BESIDE, str(tmp_path / "tax_r64")]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    lines = compiled_by(BESIDE, str(tmp_path / "tax_r64")).split()
     found: dict[str, list[tuple[int, int]]] = {}
-    for module, shared, registers in (line.split(",") for line in run.stdout.split()):
+    for module, shared, registers in (line.split(",") for line in lines):
         found.setdefault(module, []).append((int(shared) + RESERVED, int(registers)))
     assert len(found) == 3
     for module, programs in found.items():
@@ -237,9 +240,4 @@ for name in ("tile_shrink_o_proj", "tile_project_o_proj"):
 
 def test_the_runtime_finds_what_was_compiled_ahead_of_time(tmp_path):
     """Of two configurations of each kernel one was: only the other adds to the cache."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", COMPILED_BEFORE]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["1", "1"]
+    assert compiled_by(COMPILED_BEFORE, TRITON_CACHE_DIR=str(tmp_path)).split() == ["1", "1"]
