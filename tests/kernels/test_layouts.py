@@ -111,11 +111,12 @@ def test_the_same_bits_again_and_the_same_row_in_any_company(bench, seed):
     together = bench.package.add("wide_proj", 0, x, zero.clone(), bench.step)
     bench.poison()
     assert torch.equal(bench.package.add("wide_proj", 0, x, zero.clone(), bench.step), together)
+    # of what is summed, not of the sum, which may cancel
+    within = 2 * torch.finfo(bench.dtype).eps * bench.summed(module, 0, x, slots).norm(dim=1)
     for row in rng.sample([row for row, slot in enumerate(slots) if slot >= 0], 4):
         bench.prepare("decode", [(slots[row], 1)])
         alone = bench.package.add("wide_proj", 0, x[row : row + 1], zero[:1].clone(), bench.step)
-        error = (alone[0] - together[row]).double().norm() / alone.double().norm()
-        assert error < kit.TOLERANCE[bench.layout.dtype]
+        assert (alone[0] - together[row]).double().norm() < within[row]
 
 
 def test_nothing_past_an_adapters_rank_is_read(bench):
