@@ -161,15 +161,22 @@ class Captured:
     def forward(self, **inputs) -> torch.Tensor:
         return self.chain.forward(self.package, self.step, **inputs)
 
-    def replay(self, delays: dict[str, int], every: int = 1) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """A fresh batch through the graph with kernels lingering, the same launched one by one; nanoseconds."""
+    def replay(
+        self, delays: dict[str, int], every: int = 1, tables: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """A fresh batch through the graph with kernels lingering, the same launched one by one; nanoseconds.
+
+        With `tables`, those that say which pairs meet which expert are the batch's before.
+        """
         lora = self.variant == "lora"
         count = self.rows if self.phase == "decode" else 4
         slots = [self.rng.randrange(-1, 8) if lora and request else 3 * lora - 1 for request in range(count)]
         inputs = self.chain.inputs(self.rows, self.normal)
         ticket = self.step.prepare_slots(self.phase, slots, [self.rows // count] * count)
         assert (ticket.bucket, ticket.variant) == (self.rows, self.variant)
-        self.poison()
+        if tables:
+            self.eager(inputs)
+        self.poison(tables=not tables)
         self.delays.set(delays, every)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -179,16 +186,22 @@ class Captured:
         torch.cuda.synchronize()  # without waits, a launch may end before the one before it
         self.delays.set({})
         self.poison()
-        with torch.no_grad(), self.step.launching():
-            expected = self.forward(**inputs)
-        return out, expected, begin.elapsed_time(end) * 1e6
+        return out, self.eager(inputs), begin.elapsed_time(end) * 1e6
 
-    def poison(self) -> None:
+    def eager(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What the forward returns when its kernels are launched one by one."""
+        with torch.no_grad(), self.step.launching():
+            return self.forward(**inputs)
+
+    def poison(self, tables: bool = True) -> None:
         """NaN, and in tables zeros: they name no row, and are where tickets rest."""
         for tensor in self.step.scratch_tensors():
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            elif tables:
+                tensor.zero_()
 
-    def launched(self, monkeypatch) -> list[str]:
+    def launched(self, monkeypatch, tables: bool = False) -> list[str]:
         """The names of the kernels, in order, whether they are bound (each layer's once) or run."""
         names = []
 
@@ -199,7 +212,7 @@ class Captured:
             for method in ("run", "bind"):
                 patched.setattr(Kernel, method, noting(getattr(Kernel, method)))
             self.step.scratch.forget()
-            self.replay({})
+            self.replay({}, tables=tables)
         assert sum(self.graphs.stats()["hits"].values()) == 1 and len(names) > len(set(names))
         return names
 
@@ -224,7 +237,10 @@ def test_a_kernel_that_stores_late_changes_no_bit(lingering, chain, seed, monkey
 @pytest.mark.parametrize("chain", OVERLAPPING, ids=lambda chain: "-".join(map(str, chain)))
 def test_without_waits_a_kernel_that_stores_late_is_seen(lingering, chain, seed, monkeypatch):
     captured = Captured(lingering, seed, *chain, waits=False)
-    for name in sorted(set(captured.launched(monkeypatch)[:-1])):
+    # Tables that change while a program reads them may send home some of its warps alone, and a product of matrices
+    # without them is an illegal instruction. So they stay as they are, or come late as a whole.
+    for name in sorted(set(captured.launched(monkeypatch, tables=True)[:-1])):
+        late = name.startswith("align")
         # every fourth program: the others leave room for the next launch on each multiprocessor
-        out, expected, _ = captured.replay({name: LATE}, every=4)
+        out, expected, _ = captured.replay({name: LATE}, every=1 if late else 4, tables=not late)
         assert expected.isfinite().all() and not torch.equal(out, expected), f"a late {name} is not seen"
