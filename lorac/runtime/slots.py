@@ -118,7 +118,9 @@ class Slots:
         """(a, b, rank, scale) of a module in one decoder layer; layer 0 for lm_head and embed_tokens."""
         found = self._instances.get((module, layer))
         if found is None:
-            raise ShapeError(f"package {self.layout.name} has no module {module!r} in layer {layer}")
+            has = ", ".join(self.layout.by_name)
+            where = f" in layer {layer}" if module in self.layout.by_name else f": it has {has}"
+            raise ShapeError(f"package {self.layout.name} has no module {module!r}{where}")
         return found
 
     def adapters(self) -> list[Resident]:
