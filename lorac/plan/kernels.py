@@ -24,7 +24,7 @@ PDL_TARGETS = {"sm_90", "sm_100", "sm_120"}  # those with dependent launches; ot
 # multiprocessors of a target's largest card (H100 and H200, B200, RTX PRO 6000)
 PROCESSORS = {"sm_90": 132, "sm_100": 148, "sm_120": 188}
 LEAST_BLOCK = 16  # tl.dot asks for as much
-TILE_ALIGN = 16  # bytes at which the rows of a tensor start that is read by descriptor (CUDA programming guide, TMA)
+TILE_ALIGN = 16  # bytes at which rows of a tensor start that is taken by descriptor (CUDA programming guide, TMA)
 SPLITS = ("SPLIT_K", "SHARES")  # constants that say how many programs share a sum over K
 UNBOUNDED = 0  # `rows` of the launch that serves any number
 UNLIMITED = 2**31  # more rows than any batch has
@@ -69,6 +69,8 @@ def plan_kernels(
                 continue
             split = any(splits(launch) for launch in launches)
             left_out = set() if split else {*kernel.when_split, *SPLITS}
+            stores_tiles = not module.out_features * ITEMSIZE[dtype] % TILE_ALIGN
+            left_out |= set() if stores_tiles else {*kernel.when_aligned}
             plans.append(
                 KernelPlan(
                     name=f"{stage}_{module.name}",
@@ -79,6 +81,7 @@ def plan_kernels(
                     constants=tuple(name for name in kernel.constants if name not in left_out),
                     masks=_masks(kernel, module, launches),
                     splits=split,
+                    stores_tiles=stores_tiles and bool(kernel.when_aligned),
                     stands_in=kernel.stands_in,
                     max_rows=kernel.max_rows or UNBOUNDED,
                     library=tuple(

@@ -26,7 +26,7 @@ _ELEMENT = {
     "i64": torch.int64,
 }
 ANY = -1  # adapters of a launch that serves any number of them
-# an argument whose kernel reads whole tiles by descriptor (TMA where there is any): element, rows and columns of a tile
+# an argument read or written in whole tiles by descriptor (TMA where there is any): element, rows, columns of a tile
 _TILED = re.compile(r"tile<(\w+)>\[(\w+), (\w+)\]")
 
 
@@ -207,5 +207,5 @@ class Kernel:
         return Tiles(*moving, _ELEMENT[self._tiled[name][0]], self._block(name, launch))
 
     def _block(self, name: str, launch: Launch) -> list[int]:
-        """Rows and columns of the tiles an argument is read in."""
-        return [launch.constants[size] for size in self._tiled[name][1:]]
+        """Rows and columns of the tiles of an argument: constants, or numbers as they are."""
+        return [int(size) if size.isdigit() else launch.constants[size] for size in self._tiled[name][1:]]

@@ -75,7 +75,7 @@ class Kernel(_Declared):
     )
     modules: tuple[Identifier, ...] = Field((), description="the only modules it serves; empty: all of its kinds")
     arguments: dict[Identifier, StrictStr] = Field(
-        description="arguments in order: name to type; *dtype is of the spec, tile<dtype>[ROWS, COLUMNS] read in tiles"
+        description="arguments in order: name to type; *dtype is of the spec, tile<dtype>[ROWS, COLUMNS] taken in tiles"
     )
     constants: tuple[Identifier, ...] = Field(
         description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL and STAGES the tile's options"
@@ -97,6 +97,9 @@ class Kernel(_Declared):
     )
     when_split: tuple[Identifier, ...] = Field(
         (), description="arguments only a kernel takes whose programs share a sum"
+    )
+    when_aligned: tuple[Identifier, ...] = Field(
+        (), description="arguments only a kernel takes whose rows of outputs start where whole tiles can be stored"
     )
     dims: dict[Identifier, Literal["rows", "rank", "columns", "slot_columns", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"

@@ -254,6 +254,46 @@ def test_base_requests_among_segments_by_request(build, slots, package, random_o
     assert ((y - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE[requests.LAYOUT.dtype]
 
 
+@pytest.mark.parametrize(
+    "name, widths, stored", [("whole", (256, 512), 30), ("cut", (256, 128), 0), ("skew", (128, 126), 0)], ids=str
+)
+def test_tiles_of_many_rows_are_stored_whole(build, generator, monkeypatch, name, widths, stored):
+    """In parts, by descriptor, where slices are whole tiles and rows start on 16 bytes. Nothing past the last row."""
+    parts = {f"{name}_{at}": {"in": 72, "out": width, "path": f"mlp.{name}_{at}"} for at, width in enumerate(widths)}
+    changed = spec("float32", 24) | {"name": f"stored_{name}"}
+    changed["model"] = changed["model"] | {"linears": parts, "fused": {"proj": list(parts)}}
+    changed["adapters"] = changed["adapters"] | {"targets": ["proj"]}
+    package = build(changed)
+    slots = numbered(package, RANKS[24])("cpu")
+    a, b, rank, scale = slots.instance("proj", 0)
+    for slot, own in enumerate(RANKS[24]):
+        rank[slot], scale[slot] = own, 0.5 + slot
+        for part in range(len(widths)):
+            a[slot, part * 24 : part * 24 + own] = torch.randn(own, 72, generator=generator) * 72**-0.5
+        b[:, slot, :own] = torch.randn(sum(widths), own, generator=generator) * own**-0.5
+    slots.renew_copies()
+    requests = [(0, 230), (-1, 77), (2, 222), (1, 1)]
+    rows = [slot for slot, count in requests for _ in range(count)]
+    step = package.Step(slots, "fused")
+    step.prepare_slots("prefill", *map(list, zip(*requests, strict=True)))
+    x, weight = (torch.randn(of, 72, generator=generator) for of in (len(rows), sum(widths)))
+    memory = torch.full((len(rows) + 130, sum(widths)), float("nan"))
+    stores, store, made = [], interpreter.InterpreterBuilder.create_descriptor_store, torch.Tensor.new_empty
+
+    def new_empty(x, *shape, **options) -> torch.Tensor:
+        return memory[: len(rows)] if shape == (len(rows), sum(widths)) else made(x, *shape, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_descriptor_store", lambda *of: (stores.append(1), store(*of))[1]
+    )
+    y = package.linear("proj", 0, x, weight, step)
+    want = x.double() @ weight.double().T + reference.lora(x, a, b, rank, scale, list(widths), rows)
+    assert ((y.double() - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE["float32"]
+    assert y.data_ptr() == memory.data_ptr() and memory[len(rows) :].isnan().all()
+    assert len(stores) == stored
+
+
 @pytest.fixture
 def sharing(build, generator):
     """A package whose programs share their tiles' steps at 130 rows, and its slots with adapters."""

@@ -91,13 +91,12 @@ def _most(spans, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     return most
 
 
-@triton.jit
-def _steps(ACTIVE: tl.constexpr, RANK: tl.constexpr, PITCH: tl.constexpr, BLOCK_K: tl.constexpr):
+@triton.constexpr_function
+def _steps(ACTIVE, RANK, PITCH, BLOCK_K):
     """Steps over h where each may be needed: of all columns, or those of ACTIVE adapters where none shares a step."""
-    ALL: tl.constexpr = (8 * PITCH + BLOCK_K - 1) // BLOCK_K
-    LISTED: tl.constexpr = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
-    APART: tl.constexpr = ACTIVE <= 1 or PITCH % BLOCK_K == 0
-    return LISTED if APART and LISTED < ALL else ALL
+    every = (8 * PITCH + BLOCK_K - 1) // BLOCK_K
+    listed = ACTIVE * ((RANK + BLOCK_K - 1) // BLOCK_K)
+    return min(listed, every) if ACTIVE <= 1 or PITCH % BLOCK_K == 0 else every
 
 
 @triton.jit
@@ -127,6 +126,38 @@ def _column(
     else:
         column = step * BLOCK_K
     return column, left
+
+
+@triton.jit
+def _store(y, acc, row, rows, n, wanted, N: tl.constexpr, WIDE: tl.constexpr):
+    """A tile of y [row, n], or with WIDE [n, row]; `wanted` says which outputs there are, or is None for all."""
+    if WIDE:
+        at = y + row[None, :].to(tl.int64) * N + n[:, None]
+        mask = (row < rows)[None, :]
+        if wanted is not None:
+            mask = mask & wanted[:, None]
+    else:
+        at = y + row[:, None].to(tl.int64) * N + n[None, :]
+        mask = (row < rows)[:, None]
+        if wanted is not None:
+            mask = mask & wanted[None, :]
+    tl.store(at, acc.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_tiles(y_tiles, row, n, acc):
+    """A tile of y from (row, n) on, cut into as many as are stored one after another. Rows past the last are left out.
+
+    In parts, for what is on its way stays in shared memory, where the next launch's programs want room.
+    """
+    WIDTH: tl.constexpr = acc.shape[1]
+    if WIDTH > y_tiles.block_shape[1]:
+        halves = tl.permute(tl.reshape(acc, (acc.shape[0], 2, WIDTH // 2)), (0, 2, 1))
+        low, high = tl.split(halves)
+        _store_tiles(y_tiles, row, n, low)
+        _store_tiles(y_tiles, row, n + WIDTH // 2, high)
+    else:
+        y_tiles.store([row, n], acc.to(y_tiles.dtype))
 
 
 IN_TURN = tl.constexpr(interpreted())  # where programs run one after another, none waits for another
@@ -190,9 +221,10 @@ def _not_before(value):
 
 @triton.jit
 def _tile_project_qkv_proj_tile(
-    number, x, weight, h, b, active, only, spans, most, y, rows,
+    number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
 
@@ -252,19 +284,17 @@ def _tile_project_qkv_proj_tile(
 
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    if WIDE:
-        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-        mask = (row < rows)[None, :]
+    # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
+    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
+    if WHOLE:
+        _store_tiles(y_tiles, first_row, first_n, acc)
     else:
-        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-        mask = (row < rows)[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
+        _store(y, acc, row, rows, start + within, None, N, WIDE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_qkv_proj(
-    x, weight, h, b, active, spans, y, rows,
+    x, weight, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -277,7 +307,8 @@ def tile_project_qkv_proj(
     after may begin with the steps over h, not at the end.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
+    # where a step may be spared
+    DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
@@ -292,13 +323,13 @@ def tile_project_qkv_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, h, b, active, only, spans, most, y, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -316,6 +347,7 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         "active": "*i32",
         "spans": "*i32",
         "y": "*bf16",
+        "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
     ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
@@ -751,13 +783,14 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         active=index.active,
         spans=spans,
         y=y,
+        y_tiles=y,
         rows=rows,
     )
 
     @together(first, last)
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        last(x, weight, y)
+        last(x, weight, y, y)
 
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(rows, 6144)
@@ -772,9 +805,10 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
 
 @triton.jit
 def _tile_project_o_proj_tile(
-    number, x, weight, h, b, active, only, spans, most, y, rows,
+    number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
 
@@ -820,19 +854,17 @@ def _tile_project_o_proj_tile(
 
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    if WIDE:
-        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-        mask = (row < rows)[None, :]
+    # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
+    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
+    if WHOLE:
+        _store_tiles(y_tiles, first_row, first_n, acc)
     else:
-        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-        mask = (row < rows)[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
+        _store(y, acc, row, rows, start + within, None, N, WIDE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_o_proj(
-    x, weight, h, b, active, spans, y, rows,
+    x, weight, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -845,7 +877,8 @@ def tile_project_o_proj(
     after may begin with the steps over h, not at the end.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
+    # where a step may be spared
+    DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
@@ -858,13 +891,13 @@ def tile_project_o_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
-                number, x, weight, h, b, active, only, spans, most, y, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_o_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -882,6 +915,7 @@ TILE_PROJECT_O_PROJ = Kernel(
         "active": "*i32",
         "spans": "*i32",
         "y": "*bf16",
+        "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
     ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
@@ -1303,13 +1337,14 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         active=index.active,
         spans=spans,
         y=y,
+        y_tiles=y,
         rows=rows,
     )
 
     @together(first, last)
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        last(x, weight, y)
+        last(x, weight, y, y)
 
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(rows, 4096)
@@ -1324,9 +1359,10 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
 
 @triton.jit
 def _tile_project_gate_up_proj_tile(
-    number, x, weight, h, b, active, only, spans, most, y, rows,
+    number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
 
@@ -1378,19 +1414,17 @@ def _tile_project_gate_up_proj_tile(
 
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    if WIDE:
-        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-        mask = (row < rows)[None, :]
+    # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
+    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
+    if WHOLE:
+        _store_tiles(y_tiles, first_row, first_n, acc)
     else:
-        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-        mask = (row < rows)[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
+        _store(y, acc, row, rows, start + within, None, N, WIDE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_gate_up_proj(
-    x, weight, h, b, active, spans, y, rows,
+    x, weight, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -1403,7 +1437,8 @@ def tile_project_gate_up_proj(
     after may begin with the steps over h, not at the end.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
+    # where a step may be spared
+    DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
@@ -1416,13 +1451,13 @@ def tile_project_gate_up_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_gate_up_proj_tile(
-                number, x, weight, h, b, active, only, spans, most, y, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
+                number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_gate_up_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -1440,6 +1475,7 @@ TILE_PROJECT_GATE_UP_PROJ = Kernel(
         "active": "*i32",
         "spans": "*i32",
         "y": "*bf16",
+        "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
     ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
@@ -1867,13 +1903,14 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
         active=index.active,
         spans=spans,
         y=y,
+        y_tiles=y,
         rows=rows,
     )
 
     @together(first, last)
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        last(x, weight, y)
+        last(x, weight, y, y)
 
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(rows, 28672)
@@ -1888,9 +1925,10 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
 
 @triton.jit
 def _tile_project_down_proj_tile(
-    number, x, weight, h, b, active, only, spans, most, shares, arrived, y, rows,
+    number, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
 
@@ -1947,19 +1985,17 @@ def _tile_project_down_proj_tile(
         first_row = tl.where(there, first_row + first, rows)
     row = first_row + tl.arange(0, acc.shape[1 if WIDE else 0])
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = start + within
-    if WIDE:
-        y_at = y + row[None, :].to(tl.int64) * N + n[:, None]
-        mask = (row < rows)[None, :]
+    # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
+    WHOLE: tl.constexpr = LOOP and not WIDE and SHARES == 1 and BLOCK_N % y_tiles.block_shape[1] == 0
+    if WHOLE:
+        _store_tiles(y_tiles, first_row, first_n, acc)
     else:
-        y_at = y + row[:, None].to(tl.int64) * N + n[None, :]
-        mask = (row < rows)[:, None]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=mask)
+        _store(y, acc, row, rows, start + within, None, N, WIDE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_down_proj(
-    x, weight, h, b, active, spans, shares, arrived, y, rows,
+    x, weight, h, b, active, spans, shares, arrived, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -1973,7 +2009,8 @@ def tile_project_down_proj(
     rows.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
-    DYNAMIC: tl.constexpr = ACTIVE > 0 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
+    # where a step may be spared
+    DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
     # h comes from the launch before, which has itself waited for x
     LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
     if PDL and not LATE:
@@ -1986,13 +2023,13 @@ def tile_project_down_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_down_proj_tile(
-                number, x, weight, h, b, active, only, spans, most, shares, arrived, y, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, EARLY, LATE,
+                number, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, LOOP, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_down_proj_tile(
-            tl.program_id(0) // SHARES, x, weight, h, b, active, only, spans, most, shares, arrived, y, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, EARLY, LATE,
+            tl.program_id(0) // SHARES, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, LOOP, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -2012,6 +2049,7 @@ TILE_PROJECT_DOWN_PROJ = Kernel(
         "shares": "*fp32",
         "arrived": "*i32",
         "y": "*bf16",
+        "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
     ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SHARES", "LOOP", "EARLY", "PDL"),
@@ -2438,13 +2476,14 @@ def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, s
         shares=shares,
         arrived=arrived,
         y=y,
+        y_tiles=y,
         rows=rows,
     )
 
     @together(first, last)
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        last(x, weight, y)
+        last(x, weight, y, y)
 
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(rows, 4096)
