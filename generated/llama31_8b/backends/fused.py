@@ -479,6 +479,7 @@ TILE_SHRINK_QKV_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         # NVIDIA H200
+        (32, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
         (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 4, 1),
         (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 4, 1),
@@ -1044,6 +1045,7 @@ TILE_SHRINK_O_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         # NVIDIA H200
+        (32, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
         (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
         (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 4, 1),
@@ -2177,6 +2179,7 @@ TILE_SHRINK_DOWN_PROJ = Kernel(
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         # NVIDIA H200
+        (32, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
         (64, 64, -1, 4, 6, True, 64, 16, 64, 64, 128, 4, 1),
         (128, 64, -1, 4, 4, True, 64, 16, 64, 64, 64, 8, 1),
         (256, 64, -1, 4, 4, True, 64, 64, 64, 64, 64, 16, 1),
