@@ -185,14 +185,14 @@ def _launches(
 ) -> list[Launch]:  # fmt: skip
     """One launch per class of rows, neighbours that came out equal merged. `leaders` are those of stages it follows.
 
-    A kernel with the base takes one tile whatever the adapters, or one that sums alike where it is bare of them: base
-    rows come out in the same bits with and without, but where the library has them without. Where the library has the
-    base at any size, there are launches all the same if another stage stands beside this one (`beside`), for it is
-    planned where this is.
+    A kernel with the base takes one tile whatever the adapters, or one that sums alike for few of them or where it is
+    bare of them: base rows come out in the same bits with and without, but where the library has them without. Where
+    the library has the base at any size, there are launches all the same if another stage stands beside this one
+    (`beside`), for it is planned where this is.
     """
     followed = {name: (leaders[of.partition(".")[0]], of.partition(".")[2]) for name, of in kernel.follows.items()}
     their_rows = {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
-    bounds = (max_rank, ANY_ADAPTERS) if kernel.base else (rank, bound)
+    bounds = (max_rank, bound or ANY_ADAPTERS) if kernel.base else (rank, bound)
     launches: list[Launch] = []
     for rows in _classes(kernel, tiles, their_rows):
         tile, source = _serving(tiles, rows, *bounds, module, targets, bare=not bound)

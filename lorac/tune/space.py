@@ -180,13 +180,16 @@ def _planned(plan: KernelPlan, site: Site, rank: int) -> Launch:
 
 
 def _found(plan: KernelPlan, site: Site, rank: int) -> Launch:
-    return next(
+    """The first that serves the site; of a kernel that may take another tile for few adapters, that of the most."""
+    serving = [
         launch
         for launch in plan.launches
         if launch.rank == rank
         and (not rank or site.adapters in (launch.adapters, ANY_ADAPTERS))
         and (not launch.rows or site.rows <= launch.rows)
-    )
+    ]
+    most = max(launch.adapters for launch in serving)
+    return next(launch for launch in serving if launch.adapters == most)
 
 
 def declared_anywhere(

@@ -11,7 +11,7 @@ from lorac.spec.backend import Tile
 from lorac.spec.folders import find_folders
 from lorac.tune.batches import Reached, reached
 from lorac.tune.model import Machine, Model, live_segments
-from lorac.tune.space import Site, candidates, distance, options, settings
+from lorac.tune.space import Site, candidates, declared, distance, options, settings
 
 from .conftest import SPEC
 
@@ -195,3 +195,19 @@ def test_tiles_are_searched_at_every_size_for_each_rank_and_number_of_adapters(t
             (32, ANY_ADAPTERS): Reached(every, [ANY_ADAPTERS])
         }
         assert reached(plan, kernels["tile_expand_qkv_proj"], rows) == {(32, 3): Reached(every, [3])}
+
+
+def test_what_is_declared_for_any_number_of_adapters_is_not_that_for_few(tmp_path):
+    sizes = (
+        ("max_rank: 32", "max_rank: 16"),
+        ("intermediate: 192", "intermediate: 14336"),
+        ("hidden: 128", "hidden: 4096"),
+    )
+    text = FUSED.replace("float32", "bfloat16").replace("down_proj]", "gate_up_proj]")
+    for size, other in sizes:
+        text = text.replace(size, other)
+    _, _, plan = planned(tmp_path, text)
+    kernel = next(of for of in plan.backends[0].kernels if of.name == "tile_project_gate_up_proj")
+    stages = {of.adapters: of.stages for of in reversed(kernel.launches) if of.rank and of.rows >= 16}
+    assert stages[1] < stages[3]
+    assert declared(kernel, Site("fused", "tile_project", "gate_up_proj", 16, ANY_ADAPTERS, 8)).stages == stages[3]

@@ -120,6 +120,31 @@ def test_ranks_of_kernels_are_the_variants_bounds():
     assert ranks == {4, 16}
 
 
+@pytest.mark.parametrize("max_rank", [16, 64])
+@pytest.mark.parametrize("preset", ["llama-3.1-8b", "qwen3-4b"])
+def test_base_rows_are_summed_alike_beside_few_adapters_and_many(preset, max_rank):
+    """A tile for few adapters may differ in how it is launched, not in what a program sums in which order."""
+    plan = kit.plan_of(
+        kit.spec_data(
+            model={"preset": preset},
+            dtype="bfloat16",
+            adapters={"slots": 8, "max_rank": max_rank, "targets": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
+            backends={"fused": {}},
+            targets=["sm_90"],
+        )
+    )
+    of_few = 0
+    for kernel in plan.backends[0].kernels:
+        if kernel.stage != "tile_project":
+            continue
+        for rows in (1, 16, 17, 64, 200, 256, 512, 1024, 4096):
+            serving = [of for of in kernel.launches if of.adapters > 0 and (not of.rows or rows <= of.rows)]
+            firsts = {adapters: next(of for of in serving if of.adapters == adapters) for adapters in (1, 8)}
+            assert firsts[1].tile == firsts[8].tile, (kernel.name, rows)
+            of_few += firsts[1].stages != firsts[8].stages
+    assert of_few or max_rank > 16
+
+
 def test_only_float32_asks_for_exact_products():
     for dtype in ("float32", "float16", "bfloat16"):
         plan = kit.plan_of(kit.spec_data(dtype=dtype))
