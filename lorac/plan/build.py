@@ -143,7 +143,7 @@ def _backend(
         block, prefill.mode, declaration, rule, "experts" in kinds, spec.parallel.dp_attention
     )
     columns = slots * spec.adapters.max_rank
-    notes += decisions.backend_notes(block, declaration, spec.targets, kinds, bool(decode.buckets), columns)
+    notes += decisions.backend_notes(block, declaration, spec.dtype, spec.targets, kinds, bool(decode.buckets), columns)
     ranks = kernels.kernel_ranks(resolved, spec.adapters.max_rank)
     adapters = kernels.kernel_adapters(resolved, slots)
     notes += [Decision(f"{block}: {note.subject}", note.outcome, note.reason) for note in declaration.notes]

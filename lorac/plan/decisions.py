@@ -1,6 +1,6 @@
 """Decisions: what does not work together, each switched off in one place, with the reason a user reads in `explain`."""
 
-from lorac.plan.kernels import TMA_TARGETS
+from lorac.plan.kernels import TMA_TARGETS, spills
 from lorac.plan.model import Decision, Variant
 from lorac.runtime.segments import Segments
 from lorac.spec.backend import Declaration
@@ -40,8 +40,9 @@ def moe_variants(
 
 
 def backend_notes(
-    block: str, declaration: Declaration, targets: tuple[str, ...], kinds: set[str], decode: bool, columns: int
-) -> list[Decision]:
+    block: str, declaration: Declaration, dtype: str, targets: tuple[str, ...], kinds: set[str], decode: bool,
+    columns: int,
+) -> list[Decision]:  # fmt: skip
     """What a backend leaves out of this spec, each with its reason. `columns`: of B, slots times max_rank."""
     notes = []
     for target in targets:
@@ -57,6 +58,15 @@ def backend_notes(
         notes += [
             Decision(f"{block}: {stage}", "left to the library's GEMM and to segments", reason) for stage in tiled
         ]
+    notes += [
+        Decision(
+            f"{block}: {stage}",
+            "left to the library's GEMM and to segments",
+            "no tensor core multiplies float32 exactly, and without them its tiles spill registers",
+        )
+        for stage, kernel in declaration.kernels.items()
+        if spills(kernel, dtype, targets)
+    ]
     notes += [
         Decision(
             f"{block}: {stage}",

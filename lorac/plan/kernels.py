@@ -1,5 +1,6 @@
 """Kernels: which launch configuration serves which rows, rank and module, no block larger than its dimension."""
 
+import re
 from dataclasses import replace
 from math import gcd, prod
 
@@ -51,6 +52,8 @@ def plan_kernels(
             served = {plan.stage: plan for plan in plans if plan.module == module.name}
             if kernel.unless in served or (kernel.beside and kernel.beside not in served):
                 continue
+            if spills(kernel, dtype, targets):
+                continue
             if kernel.in_library and all(part.bare for part in served[kernel.beside].library):
                 continue
             if kernel.tiled and not _readable_in_tiles(kernel, module, dtype, slots * max_rank, targets):
@@ -68,9 +71,9 @@ def plan_kernels(
             if not launches:  # the library has the base at any size
                 continue
             split = any(splits(launch) for launch in launches)
+            whole = any(launch.whole for launch in launches)
             left_out = set() if split else {*kernel.when_split, *SPLITS}
-            stores_tiles = not module.out_features * ITEMSIZE[dtype] % TILE_ALIGN
-            left_out |= set() if stores_tiles else {*kernel.when_aligned}
+            left_out |= set() if whole else {*kernel.when_whole, "WHOLE"}
             plans.append(
                 KernelPlan(
                     name=f"{stage}_{module.name}",
@@ -81,7 +84,7 @@ def plan_kernels(
                     constants=tuple(name for name in kernel.constants if name not in left_out),
                     masks=_masks(kernel, module, launches),
                     splits=split,
-                    stores_tiles=stores_tiles and bool(kernel.when_aligned),
+                    whole=whole,
                     stands_in=kernel.stands_in,
                     max_rows=kernel.max_rows or UNBOUNDED,
                     library=tuple(
@@ -104,6 +107,11 @@ def plan_kernels(
                 )
             )
     return tuple(plans)
+
+
+def spills(kernel: Kernel, dtype: str, targets: tuple[str, ...]) -> bool:
+    """Whether it is left out because tensor cores, which its tiles are made for, multiply no float32 exactly."""
+    return kernel.tensor_cores and dtype == "float32" and bool(targets)
 
 
 def sharing(tile: dict[str, int]) -> int:
@@ -185,19 +193,21 @@ def _launches(
 ) -> list[Launch]:  # fmt: skip
     """One launch per class of rows, neighbours that came out equal merged. `leaders` are those of stages it follows.
 
-    A kernel with the base takes one tile whatever the adapters, or one that sums alike for few of them or where it is
-    bare of them: base rows come out in the same bits with and without, but where the library has them without. Where
-    the library has the base at any size, there are launches all the same if another stage stands beside this one
-    (`beside`), for it is planned where this is.
+    A kernel with the base takes one tile whatever the adapters, or for few of them one of the same sizes, or one that
+    sums alike where it is bare of them: base rows come out in the same bits with and without, but where the library has
+    them without. Where the library has the base at any size, there are launches all the same if another stage stands
+    beside this one (`beside`), for it is planned where this is.
     """
     followed = {name: (leaders[of.partition(".")[0]], of.partition(".")[2]) for name, of in kernel.follows.items()}
     their_rows = {launch.rows for launches, _ in followed.values() for launch in launches if launch.rank == rank}
-    bounds = (max_rank, bound or ANY_ADAPTERS) if kernel.base else (rank, bound)
+    bounds = (max_rank, ANY_ADAPTERS) if kernel.base else (rank, bound)
     launches: list[Launch] = []
     for rows in _classes(kernel, tiles, their_rows):
         tile, source = _serving(tiles, rows, *bounds, module, targets, bare=not bound)
         if tile.library:
             continue
+        if kernel.base and bound:
+            tile, source = _for_few(tiles, tile, source, rows, max_rank, bound, module)
         led = {name: _led(launches, constant, rows, rank) for name, (launches, constant) in followed.items()}
         led_tile = tile.model_copy(update=led)
         launch = fit(kernel, led_tile, source, rows, rank, module, slots * max_rank, dtype, targets)
@@ -239,6 +249,14 @@ def _serving(
     fitting = ((tile, source) for tile, source in tiles if bare or not tile.bare)
     within = ((tile, source) for tile, source in fitting if _serves(tile, rows, rank, adapters, module))
     return next((tile, source) for tile, source in within if _fills(tile, rows, module, targets))
+
+
+def _for_few(
+    tiles, tile: Tile, source: str, rows: int, rank: int, adapters: int, module: ModulePlan
+) -> tuple[Tile, str]:
+    """The first tile for no more than few adapters that sums as `tile` does; that one itself where there is none."""
+    few = ((of, where) for of, where in tiles if of.adapters and of.sizes == tile.sizes)
+    return next(((of, where) for of, where in few if _serves(of, rows, rank, adapters, module)), (tile, source))
 
 
 def _fills(tile: Tile, rows: int, module: ModulePlan, targets: tuple[str, ...]) -> bool:
@@ -303,7 +321,19 @@ def fit(
     while sizes.get("SHARES", 1) > 1 and not _shares(sizes, module.in_features, slot_columns):
         sizes["SHARES"] //= 2
     pdl = tile.pdl and (not targets or bool(PDL_TARGETS & set(targets)))
-    return Launch(rows, rank, ANY_ADAPTERS, tuple(sorted(sizes.items())), tile.warps, stages, pdl, source)
+    whole = _whole(kernel, sizes, module, dtype)
+    return Launch(rows, rank, ANY_ADAPTERS, tuple(sorted(sizes.items())), tile.warps, stages, pdl, source, whole)
+
+
+def _whole(kernel: Kernel, sizes: dict[str, int], module: ModulePlan, dtype: str) -> bool:
+    """Whether whole tiles of outputs are stored by descriptor, in parts: where programs take one tile after another,
+    so that the next one's sum goes on meanwhile, slices are whole tiles, and rows start aligned.
+    """
+    if not kernel.when_whole or not sizes["LOOP"] or sizes["WIDE"] or sizes["SHARES"] > 1:
+        return False
+    parts = [int(size) for name in kernel.when_whole for size in re.findall(r", (\d+)\]", kernel.arguments[name])]
+    rest = [sizes["BLOCK_N"] % part for part in parts] + [part.width % sizes["BLOCK_N"] for part in module.slices]
+    return not any([*rest, module.out_features * ITEMSIZE[dtype] % TILE_ALIGN])
 
 
 def _fit_shared(kernel: Kernel, sizes: dict[str, int], stages: int, itemsize: int, limit: int) -> int:

@@ -80,6 +80,7 @@ class Launch:
     stages: int
     pdl: bool
     source: str  # "default" or the tuned table it comes from
+    whole: bool = False  # whole tiles of outputs are stored by descriptor
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class KernelPlan:
     constants: tuple[str, ...]  # constexpr arguments, in order
     masks: tuple[str, ...]  # dimensions some configuration does not divide: in, out
     splits: bool  # some configuration splits K
-    stores_tiles: bool  # it is told where y is by a descriptor as well
+    whole: bool  # some configuration stores whole tiles of outputs by descriptor
     stands_in: bool  # where it serves, kernels of its module that do not stand in are not launched
     max_rows: int  # serves batches of up to this many rows alone; 0: any
     library: tuple[LibraryPlan, ...]  # where it leaves the base to the library's GEMM

@@ -129,7 +129,8 @@ def _kernel(kernel: KernelPlan) -> dict:
 def launch_row(kernel: KernelPlan, launch: Launch) -> tuple:
     """One line of a kernel's launch table: bounds and options, then its constants in the signature's order."""
     bounds = {"RANK": launch.rank, "ACTIVE": block_of(launch.adapters, 1) if launch.adapters > 0 else 0}
-    values = dict(launch.tile) | bounds | {"PDL": int(launch.pdl), "STAGES": launch.stages}
+    options = {"PDL": int(launch.pdl), "STAGES": launch.stages, "WHOLE": int(launch.whole)}
+    values = dict(launch.tile) | bounds | options
     missing = [name for name in kernel.constants if name not in values]
     if missing:
         raise BuildError(f"kernel {kernel.name}: its tiles give no value for {', '.join(missing)}")

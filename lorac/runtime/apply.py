@@ -19,22 +19,22 @@ def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -
     the package's dtype on its device. Base rows of y keep their bits. Raises TicketError where the batch was not
     prepared or its slots changed, ShapeError for tensors that do not fit.
     """
-    if step.inside:
-        return _add(module, layer, x, y, step)
+    spec = step.layout.by_name.get(module) or _unknown(module, step)
+    if spec.experts is not None:
+        raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
+    if step.inside:  # to enter it again takes a microsecond
+        return _add(spec, layer, x, y, step)
     with step.launching():
-        return _add(module, layer, x, y, step)
+        return _add(spec, layer, x, y, step)
 
 
-def _add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
-    batch, slot = step.enter(module, layer)
-    launch = step.backend.ADD.get(module)
+def _add(spec: Module, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
+    batch, slot = step.enter(spec.name, layer)
+    launch = step.backend.ADD[spec.name]
     launches = bound_before(launch, x, y, slot, batch, step.scratch)
     if launches is not None and not (x.data_ptr() | y.data_ptr()) % 16:
         launches(x, y)  # tensors laid out like these have passed the checks below
         return y
-    spec = step.layout.by_name[module]
-    if spec.experts is not None:
-        raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
     rows = rows_of(x, spec, step, batch)
     target = _target(y, rows.shape[0], spec, step)
     if batch.adapters:
@@ -54,23 +54,23 @@ def linear(
 
     weight [out_features, in_features] of the package's dtype. Errors as for `add`.
     """
+    spec = step.layout.by_name.get(module) or _unknown(module, step)
     owned = getattr(step.backend, "LINEAR", {}).get(module)
     if owned is None or bias is not None:
         return add(module, layer, x, base_linear(x, weight, bias), step)
     if step.inside:
-        return _linear(owned, module, layer, x, weight, step)
+        return _linear(owned, spec, layer, x, weight, step)
     with step.launching():
-        return _linear(owned, module, layer, x, weight, step)
+        return _linear(owned, spec, layer, x, weight, step)
 
 
 def _linear(
-    owned: Callable, module: str, layer: int, x: torch.Tensor, weight: torch.Tensor, step: Step
+    owned: Callable, spec: Module, layer: int, x: torch.Tensor, weight: torch.Tensor, step: Step
 ) -> torch.Tensor:
-    batch, slot = step.enter(module, layer)
+    batch, slot = step.enter(spec.name, layer)
     launches = bound_before(owned, x, weight, slot, batch, step.scratch)
     if launches is not None and not (x.data_ptr() | weight.data_ptr()) % 16:
         return launches(x, weight)  # tensors laid out like these have passed the checks below
-    spec = step.layout.by_name[module]
     _fits(weight, spec, step)
     y = owned(rows_of(x, spec, step, batch), weight, slot, batch, step.scratch)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], spec.out_features)
@@ -133,3 +133,7 @@ def _target(y: torch.Tensor, rows: int, spec: Module, step: Step) -> torch.Tenso
     if target.stride(1) != 1:
         raise ShapeError(f"{spec.name}: y has strides {y.stride()}; its last dimension must be contiguous")
     return target
+
+
+def _unknown(module: str, step: Step):
+    raise ShapeError(f"package {step.layout.name} has no module {module!r}: it has {', '.join(step.layout.by_name)}")

@@ -118,9 +118,7 @@ class Slots:
         """(a, b, rank, scale) of a module in one decoder layer; layer 0 for lm_head and embed_tokens."""
         found = self._instances.get((module, layer))
         if found is None:
-            has = ", ".join(self.layout.by_name)
-            where = f" in layer {layer}" if module in self.layout.by_name else f": it has {has}"
-            raise ShapeError(f"package {self.layout.name} has no module {module!r}{where}")
+            raise ShapeError(f"package {self.layout.name} has no module {module!r} in layer {layer}")
         return found
 
     def adapters(self) -> list[Resident]:

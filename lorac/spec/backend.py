@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 Identifier = Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,60}$")]
 TemplatePath = Annotated[StrictStr, Field(pattern=r"^[a-z0-9_]+(/[a-z0-9_]+)*\.py\.jinja$")]
@@ -78,7 +78,8 @@ class Kernel(_Declared):
         description="arguments in order: name to type; *dtype is of the spec, tile<dtype>[ROWS, COLUMNS] taken in tiles"
     )
     constants: tuple[Identifier, ...] = Field(
-        description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL and STAGES the tile's options"
+        description="constexpr arguments; RANK and ACTIVE are the variant's bounds, PDL and STAGES the tile's options, "
+        "WHOLE is whether whole tiles of outputs are stored by descriptor"
     )
     max_rows: StrictInt | None = Field(None, ge=1, description="serves batches of up to this many rows alone")
     beside: Identifier | None = Field(None, description="serves the modules alone that this earlier stage serves")
@@ -95,11 +96,15 @@ class Kernel(_Declared):
     base: StrictBool = Field(
         False, description="computes the base as well, so that it is launched without adapters too"
     )
+    tensor_cores: StrictBool = Field(
+        False,
+        description="has tiles that spill where no tensor core multiplies: left out in float32, for a named target",
+    )
     when_split: tuple[Identifier, ...] = Field(
         (), description="arguments only a kernel takes whose programs share a sum"
     )
-    when_aligned: tuple[Identifier, ...] = Field(
-        (), description="arguments only a kernel takes whose rows of outputs start where whole tiles can be stored"
+    when_whole: tuple[Identifier, ...] = Field(
+        (), description="arguments only a kernel takes that stores whole tiles of outputs, by descriptor"
     )
     dims: dict[Identifier, Literal["rows", "rank", "columns", "slot_columns", "in", "out"]] = Field(
         default_factory=dict, description="the dimension each block size cuts; a block is never larger than it need be"
@@ -117,6 +122,17 @@ class Kernel(_Declared):
         default_factory=dict, description="device memory it needs between launches"
     )
     tiles: tuple[Tile, ...] = Field(min_length=1, description="launch configurations; the last serves everything")
+
+    @model_validator(mode="after")
+    def _sums_alike(self) -> "Kernel":
+        alike = [tile.sizes for tile in self.tiles if not tile.adapters]
+        for tile in self.tiles if self.base else ():
+            if tile.adapters and (tile.library or tile.sizes not in alike):
+                raise ValueError(
+                    f"a tile for {tile.adapters} adapters has sizes that none for any number has: base rows beside few "
+                    "adapters would have other bits than beside many; let it differ in warps, stages or pdl"
+                )
+        return self
 
     @property
     def tiled(self) -> bool:

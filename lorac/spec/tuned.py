@@ -96,6 +96,9 @@ def _check(table: Table, name: str, declarations: dict[str, Declaration]) -> lis
 
 def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list[Problem]:
     """A tile has every size the kernel's declared tiles have, and no other; one left to the library has none."""
+    if kernel.base and tile.adapters:
+        message = "tiles of a kernel with the base are for any number of adapters, or base rows would have other bits"
+        return [Problem(message, (*path, "adapters"), expected="no bound by adapters", at_key=True)]
     if tile.library:
         said = [*tile.sizes, *(["fill"] if tile.fill else [])]
         return [

@@ -21,7 +21,8 @@ def reached(plan: Plan, kernel: KernelPlan, rows: int) -> dict[Batch, Reached]:
     """By (rank, adapters) of a kernel's launches, as far as batches of `rows` rows get them; (rank, any) for any bound.
 
     A variant's batches are one of as many adapters as it takes and, where no narrower variant does, one of a single
-    one. A kernel with the base has one tile for every variant, which is judged at the full rank, and without adapters.
+    one. A kernel with the base has a tile of the same sizes for every variant: that of most adapters is judged, at the
+    full rank, and without adapters.
     """
     found: dict[Batch, Reached] = {}
     variants = _variants(plan, rows)

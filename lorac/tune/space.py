@@ -28,7 +28,8 @@ class Site:
     """One place where a launch configuration is chosen: batches of up to `rows` rows, adapters of up to `rank`.
 
     `adapters` bounds how many of them, for a kernel that is specialised for that number; ANY_ADAPTERS elsewhere. A
-    kernel with the base has one for batches with and without, and may get another for those without: BARE.
+    kernel with the base has one for batches with and without, that of most adapters, and may get another for those
+    without: BARE.
     """
 
     backend: str

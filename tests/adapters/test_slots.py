@@ -310,7 +310,7 @@ def test_prepared_adapters_and_foreign_ones(tmp_path):
         slots.load(read_adapter(tmp_path / "a", kit.layout(slots=2)), "c")
     with pytest.raises(SlotError, match="expected a string"):
         slots.load(tmp_path / "a", "")
-    with pytest.raises(ShapeError, match="no module 'qkv': it has "):
+    with pytest.raises(ShapeError, match="no module 'qkv' in layer 0"):
         slots.instance("qkv", 0)
 
 

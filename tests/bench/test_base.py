@@ -25,7 +25,9 @@ MANY_OUTPUTS = SPEC.replace("hidden: 128", "hidden: 4096").replace(
 
 @pytest.fixture
 def spec(spec):
-    spec.write_text(MANY_OUTPUTS.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
+    spec.write_text(
+        MANY_OUTPUTS.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}").replace("float32", "float16")
+    )
     return spec
 
 

@@ -16,7 +16,7 @@ from lorac.tune.space import Site, candidates, declared, distance, options, sett
 from .conftest import SPEC
 
 SLOT_COLUMNS = 3 * 32  # of that spec
-FUSED = SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}")
+FUSED = SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}").replace("float32", "float16")
 
 
 def planned(tmp_path, text: str = SPEC):
@@ -203,7 +203,7 @@ def test_what_is_declared_for_any_number_of_adapters_is_not_that_for_few(tmp_pat
         ("intermediate: 192", "intermediate: 14336"),
         ("hidden: 128", "hidden: 4096"),
     )
-    text = FUSED.replace("float32", "bfloat16").replace("down_proj]", "gate_up_proj]")
+    text = FUSED.replace("float16", "bfloat16").replace("down_proj]", "gate_up_proj]")
     for size, other in sizes:
         text = text.replace(size, other)
     _, _, plan = planned(tmp_path, text)

@@ -120,11 +120,14 @@ def test_mistakes_in_a_table_are_placed(spec, table, old, new, message):
         ("WIDE: 1", "WIDE: -1", "WIDE must be a whole number from 0, not -1"),
         ("SHARES: 1", "SHARES: 3", "SHARES must be a power of two, not 3"),
         ("SHARES: 1", "SHARES: 32", "SHARES must be from 1 to 16, not 32"),
+        ("rows: 8, SPARSE", "rows: 8, adapters: 1, SPARSE", "tiles of a kernel with the base are for any number"),
         ("rows: 8, SPARSE", "rows: 8, library: true, fill: 50, SPARSE", "fill is said of a tile left to the library"),
     ],
 )
 def test_mistakes_in_a_table_of_tiles_are_placed(spec, table, old, new, message):
-    spec.write_text(spec.read_text().replace("triton: {segments: {by: request, cap: 4}}", "fused: {}"))
+    spec.write_text(
+        spec.read_text().replace("triton: {segments: {by: request, cap: 4}}", "fused: {}").replace("float32", "float16")
+    )
     sizes = "SPARSE: 0, WIDE: 1, BLOCK_M: 16, BLOCK_N: 64, BLOCK_K: 64, SHARES: 1, LOOP: 0, EARLY: 0"
     tile = f"rows: 8, {sizes}, warps: 4, stages: 4"
     head = TABLE[: TABLE.index("  triton:")]

@@ -166,7 +166,7 @@ class Captured:
     ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """A fresh batch through the graph with kernels lingering, the same launched one by one; nanoseconds.
 
-        With `tables`, those that say which pairs meet which expert are the batch's before.
+        With `tables`, those that say which pairs meet which expert already hold this batch's.
         """
         lora = self.variant == "lora"
         count = self.rows if self.phase == "decode" else 4

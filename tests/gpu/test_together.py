@@ -10,7 +10,7 @@ from lorac.runtime import together
 pytestmark = pytest.mark.gpu
 
 
-MODULE, LAYER = "down_proj", 0  # where 256 rows are summed by programs that share a tile
+LAYER = 0
 PLACES = 3
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
@@ -21,13 +21,14 @@ def alone(monkeypatch):
     monkeypatch.setattr(together.threading, "active_count", lambda: 1)
 
 
-@pytest.fixture(params=[16, 256])
+# 256 rows of down are summed by programs that share a tile, those of gate and up stored by descriptor
+@pytest.fixture(params=[("down_proj", 16), ("down_proj", 256), ("gate_up_proj", 256)], ids=str)
 def calls(request, package, step):
     """Calls on the same values in other places: (what they return, what they wrote to)."""
-    rows = request.param
+    module, rows = request.param
     step.prepare([str(row % package.LAYOUT.slots) if row % 3 else None for row in range(rows)])
-    of = package.LAYOUT.by_name[MODULE]
-    owned = MODULE in getattr(step.backend, "LINEAR", {})
+    of = package.LAYOUT.by_name[module]
+    owned = module in getattr(step.backend, "LINEAR", {})
     device, dtype = step.device, step.slots.dtype
     x, weight, y = (
         torch.randn(shape, device=device, dtype=dtype)
@@ -38,9 +39,10 @@ def calls(request, package, step):
     def call(place: int) -> torch.Tensor:
         x, weight = places[place]
         if owned:
-            return package.linear(MODULE, LAYER, x, weight, step)
-        return package.add(MODULE, LAYER, x, y.clone(), step)
+            return package.linear(module, LAYER, x, weight, step)
+        return package.add(module, LAYER, x, y.clone(), step)
 
+    call.module = module
     return call
 
 
@@ -65,7 +67,7 @@ def test_same_bits_from_one_launch(calls, step, monkeypatch):
             torch.cuda.synchronize()
     names = [event.name for event in profile.events()]
     assert not [name for name in names if "LaunchKernel" in name], names
-    assert len([name for name in names if name.endswith(MODULE)]) == 2, names
+    assert len([name for name in names if name.endswith(calls.module)]) == 2, names
     step.scratch.forget()
 
 

@@ -6,8 +6,10 @@ import plan_kit as kit
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from lorac.plan import kernels
+from lorac.spec.backend import Kernel
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -143,6 +145,31 @@ def test_base_rows_are_summed_alike_beside_few_adapters_and_many(preset, max_ran
             assert firsts[1].tile == firsts[8].tile, (kernel.name, rows)
             of_few += firsts[1].stages != firsts[8].stages
     assert of_few or max_rank > 16
+
+
+def test_tiles_for_few_adapters_must_have_the_sizes_of_those_for_any():
+    declared = kit.declaration("fused").kernels["tile_project"].model_dump()
+    few = next(at for at, tile in enumerate(declared["tiles"]) if tile["adapters"])
+    for change in ({"BLOCK_K": 64}, {"SHARES": 2}, {"library": True}):
+        tiles = [tile | change if at == few else tile for at, tile in enumerate(declared["tiles"])]
+        with pytest.raises(ValidationError, match="sizes that none for any number has"):
+            Kernel.model_validate(declared | {"tiles": tiles})
+    tiles = [tile | {"warps": 8} if at == few else tile for at, tile in enumerate(declared["tiles"])]
+    assert Kernel.model_validate(declared | {"tiles": tiles})
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_in_float32_a_gpu_has_the_base_from_the_library(target):
+    """Tiles made for tensor cores, which multiply no float32 exactly, spill by kilobytes."""
+    data = kit.spec_data(dtype="float32", backends={"fused": {}})
+    stages = {kernel.stage for kernel in kit.plan_of(data).backends[0].kernels}
+    plan = kit.plan_of(data | {"targets": [target]})
+    left = {kernel.stage for kernel in plan.backends[0].kernels}
+    assert "tile_project" in stages and left == {"segment_shrink", "segment_expand"}
+    assert [note.subject for note in plan.decisions if "float32" in note.reason] == [
+        "fused: tile_project",
+        "fused: project",
+    ]
 
 
 def test_only_float32_asks_for_exact_products():

@@ -223,7 +223,7 @@ def _not_before(value):
 def _tile_project_qkv_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
@@ -285,7 +285,6 @@ def _tile_project_qkv_proj_tile(
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
-    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
     if WHOLE:
         _store_tiles(y_tiles, first_row, first_n, acc)
     else:
@@ -296,15 +295,15 @@ def _tile_project_qkv_proj_tile(
 def tile_project_qkv_proj(
     x, weight, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj; with ACTIVE 0 no LoRA.
 
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end.
+    after may begin with the steps over h, not at the end. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     # where a step may be spared
@@ -324,12 +323,12 @@ def tile_project_qkv_proj(
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
                 number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
             tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -350,31 +349,31 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
-    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "WHOLE", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         # NVIDIA H200
-        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 0, 0, 4, 6, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 0, 0, 4, 4, True, 0, 0, 0, 1, 128, 64, 128, 0, 0, 1),
-        (1024, 0, 0, 4, 5, True, 0, 0, 1, 0, 128, 128, 64, 1, 1, 1),
-        (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 64, 1, 4, 6, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 64, 1, 4, 4, True, 1, 64, 0, 1, 128, 64, 128, 0, 0, 1),
-        (256, 64, 1, 4, 5, True, 1, 64, 0, 0, 128, 128, 64, 0, 1, 1),
-        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (1024, 64, 1, 4, 5, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
-        (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 64, 8, 4, 6, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 64, 8, 4, 4, True, 8, 64, 0, 1, 128, 64, 128, 0, 0, 1),
-        (256, 64, 8, 4, 5, True, 8, 64, 0, 0, 128, 128, 64, 0, 1, 1),
-        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (1024, 64, 8, 4, 5, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 0, 0, 4, 6, True, 0, 0, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 0, 0, 4, 4, True, 0, 0, 0, 1, 128, 64, 128, 0, 0, 0, 1),
+        (1024, 0, 0, 4, 5, True, 0, 0, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 64, 1, 4, 6, True, 1, 64, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 64, 1, 4, 4, True, 1, 64, 0, 1, 128, 64, 128, 0, 0, 0, 1),
+        (256, 64, 1, 4, 5, True, 1, 64, 0, 0, 128, 128, 64, 0, 0, 1, 1),
+        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (1024, 64, 1, 4, 5, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
+        (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 64, 8, 4, 6, True, 8, 64, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 64, 8, 4, 4, True, 8, 64, 0, 1, 128, 64, 128, 0, 0, 0, 1),
+        (256, 64, 8, 4, 5, True, 8, 64, 0, 0, 128, 128, 64, 0, 0, 1, 1),
+        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (1024, 64, 8, 4, 5, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
     ),
 )
 
@@ -808,7 +807,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
 def _tile_project_o_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
@@ -856,7 +855,6 @@ def _tile_project_o_proj_tile(
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
-    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
     if WHOLE:
         _store_tiles(y_tiles, first_row, first_n, acc)
     else:
@@ -867,15 +865,15 @@ def _tile_project_o_proj_tile(
 def tile_project_o_proj(
     x, weight, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj; with ACTIVE 0 no LoRA.
 
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end.
+    after may begin with the steps over h, not at the end. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     # where a step may be spared
@@ -893,12 +891,12 @@ def tile_project_o_proj(
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
                 number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_o_proj_tile(
             tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -919,28 +917,28 @@ TILE_PROJECT_O_PROJ = Kernel(
         "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
-    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "WHOLE", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         # NVIDIA H200
-        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1),
-        (16, 64, 1, 4, 5, True, 1, 64, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1),
-        (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 1, 1),
-        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
-        (16, 64, 8, 4, 5, True, 8, 64, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1),
-        (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 1, 1),
-        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 0, 1),
+        (16, 64, 1, 4, 5, True, 1, 64, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 0, 0, 0, 1),
+        (256, 64, 1, 4, 6, True, 1, 64, 0, 0, 128, 64, 64, 0, 0, 1, 1),
+        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
+        (16, 64, 8, 4, 5, True, 8, 64, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 0, 0, 0, 1),
+        (256, 64, 8, 4, 6, True, 8, 64, 0, 0, 128, 64, 64, 0, 0, 1, 1),
+        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
     ),
 )
 
@@ -1363,7 +1361,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
 def _tile_project_gate_up_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
@@ -1417,7 +1415,6 @@ def _tile_project_gate_up_proj_tile(
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
-    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
     if WHOLE:
         _store_tiles(y_tiles, first_row, first_n, acc)
     else:
@@ -1428,15 +1425,15 @@ def _tile_project_gate_up_proj_tile(
 def tile_project_gate_up_proj(
     x, weight, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for gate_up_proj; with ACTIVE 0 no LoRA.
 
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end.
+    after may begin with the steps over h, not at the end. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     # where a step may be spared
@@ -1454,12 +1451,12 @@ def tile_project_gate_up_proj(
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_gate_up_proj_tile(
                 number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_gate_up_proj_tile(
             tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -1480,28 +1477,28 @@ TILE_PROJECT_GATE_UP_PROJ = Kernel(
         "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
-    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "WHOLE", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         # NVIDIA H200
-        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 128, 128, 0, 1, 1),
-        (32, 0, 0, 8, 4, True, 0, 0, 0, 1, 32, 128, 128, 0, 1, 1),
-        (64, 0, 0, 4, 4, True, 0, 0, 0, 0, 64, 256, 64, 0, 1, 1),
-        (128, 0, 0, 4, 3, True, 0, 0, 0, 0, 128, 128, 64, 0, 0, 1),
-        (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 128, 128, 0, 1, 1),
-        (32, 64, 1, 8, 4, True, 1, 64, 0, 1, 32, 128, 128, 0, 1, 1),
-        (64, 64, 1, 4, 4, True, 1, 64, 0, 0, 64, 256, 64, 0, 1, 1),
-        (128, 64, 1, 4, 3, True, 1, 64, 0, 0, 128, 128, 64, 0, 0, 1),
-        (256, 64, 1, 8, 4, True, 1, 64, 0, 0, 128, 256, 64, 1, 0, 1),
-        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1),
-        (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 128, 128, 0, 1, 1),
-        (32, 64, 8, 8, 4, True, 8, 64, 0, 1, 32, 128, 128, 0, 1, 1),
-        (64, 64, 8, 4, 4, True, 8, 64, 0, 0, 64, 256, 64, 0, 1, 1),
-        (128, 64, 8, 4, 3, True, 8, 64, 0, 0, 128, 128, 64, 0, 0, 1),
-        (256, 64, 8, 8, 4, True, 8, 64, 0, 0, 128, 256, 64, 1, 0, 1),
-        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 128, 128, 0, 0, 1, 1),
+        (32, 0, 0, 8, 4, True, 0, 0, 0, 1, 32, 128, 128, 0, 0, 1, 1),
+        (64, 0, 0, 4, 4, True, 0, 0, 0, 0, 64, 256, 64, 0, 0, 1, 1),
+        (128, 0, 0, 4, 3, True, 0, 0, 0, 0, 128, 128, 64, 0, 0, 0, 1),
+        (16, 64, 1, 4, 4, True, 1, 64, 0, 1, 16, 128, 128, 0, 0, 1, 1),
+        (32, 64, 1, 8, 4, True, 1, 64, 0, 1, 32, 128, 128, 0, 0, 1, 1),
+        (64, 64, 1, 4, 4, True, 1, 64, 0, 0, 64, 256, 64, 0, 0, 1, 1),
+        (128, 64, 1, 4, 3, True, 1, 64, 0, 0, 128, 128, 64, 0, 0, 0, 1),
+        (256, 64, 1, 8, 4, True, 1, 64, 0, 0, 128, 256, 64, 1, 1, 0, 1),
+        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
+        (16, 64, 8, 4, 4, True, 8, 64, 0, 1, 16, 128, 128, 0, 0, 1, 1),
+        (32, 64, 8, 8, 4, True, 8, 64, 0, 1, 32, 128, 128, 0, 0, 1, 1),
+        (64, 64, 8, 4, 4, True, 8, 64, 0, 0, 64, 256, 64, 0, 0, 1, 1),
+        (128, 64, 8, 4, 3, True, 8, 64, 0, 0, 128, 128, 64, 0, 0, 0, 1),
+        (256, 64, 8, 8, 4, True, 8, 64, 0, 0, 128, 256, 64, 1, 1, 0, 1),
+        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
     ),
 )
 
@@ -1929,7 +1926,7 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
 def _tile_project_down_proj_tile(
     number, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
@@ -1988,7 +1985,6 @@ def _tile_project_down_proj_tile(
     row = first_row + tl.arange(0, acc.shape[1 if WIDE else 0])
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
-    WHOLE: tl.constexpr = LOOP and not WIDE and SHARES == 1 and BLOCK_N % y_tiles.block_shape[1] == 0
     if WHOLE:
         _store_tiles(y_tiles, first_row, first_n, acc)
     else:
@@ -1999,8 +1995,8 @@ def _tile_project_down_proj_tile(
 def tile_project_down_proj(
     x, weight, h, b, active, spans, shares, arrived, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for down_proj; with ACTIVE 0 no LoRA.
 
@@ -2008,7 +2004,7 @@ def tile_project_down_proj(
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
     after may begin with the steps over h, not at the end. SHARES: programs that share a tile's steps, and then its
-    rows.
+    rows. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     # where a step may be spared
@@ -2026,12 +2022,12 @@ def tile_project_down_proj(
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_down_proj_tile(
                 number, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, LOOP, EARLY, LATE,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, WHOLE, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_down_proj_tile(
             tl.program_id(0) // SHARES, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, LOOP, EARLY, LATE,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, WHOLE, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -2054,27 +2050,27 @@ TILE_PROJECT_DOWN_PROJ = Kernel(
         "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
-    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SHARES", "LOOP", "EARLY", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SHARES", "LOOP", "WHOLE", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
         # NVIDIA H200
-        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 1, 0, 1, 1),
-        (64, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 1, 0, 1, 1),
-        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 1, 0, 0, 1),
-        (16, 64, 1, 4, 5, True, 1, 64, 0, 1, 16, 64, 256, 1, 0, 1, 1),
-        (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 1, 0, 1, 1),
-        (64, 64, 1, 4, 6, True, 1, 64, 0, 0, 64, 64, 128, 1, 0, 1, 1),
-        (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 1, 0, 0, 1),
-        (256, 64, 1, 8, 5, True, 1, 64, 0, 0, 128, 128, 64, 2, 0, 1, 1),
-        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
-        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
-        (16, 64, 8, 4, 5, True, 8, 64, 0, 1, 16, 64, 256, 1, 0, 1, 1),
-        (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 1, 0, 1, 1),
-        (64, 64, 8, 4, 6, True, 8, 64, 0, 0, 64, 64, 128, 1, 0, 1, 1),
-        (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 1, 0, 0, 1),
-        (256, 64, 8, 8, 5, True, 8, 64, 0, 0, 128, 128, 64, 2, 0, 1, 1),
-        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1),
-        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1),
+        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 1, 0, 0, 1, 1),
+        (64, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 1, 0, 0, 1, 1),
+        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 1, 0, 0, 0, 1),
+        (16, 64, 1, 4, 5, True, 1, 64, 0, 1, 16, 64, 256, 1, 0, 0, 1, 1),
+        (32, 64, 1, 4, 8, True, 1, 64, 0, 1, 32, 64, 128, 1, 0, 0, 1, 1),
+        (64, 64, 1, 4, 6, True, 1, 64, 0, 0, 64, 64, 128, 1, 0, 0, 1, 1),
+        (128, 64, 1, 4, 6, True, 1, 64, 0, 1, 64, 64, 128, 1, 0, 0, 0, 1),
+        (256, 64, 1, 8, 5, True, 1, 64, 0, 0, 128, 128, 64, 2, 0, 0, 1, 1),
+        (512, 64, 1, 8, 4, True, 1, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1, 1),
+        (0, 64, 1, 8, 3, True, 1, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1, 1),
+        (16, 64, 8, 4, 5, True, 8, 64, 0, 1, 16, 64, 256, 1, 0, 0, 1, 1),
+        (32, 64, 8, 4, 8, True, 8, 64, 0, 1, 32, 64, 128, 1, 0, 0, 1, 1),
+        (64, 64, 8, 4, 6, True, 8, 64, 0, 0, 64, 64, 128, 1, 0, 0, 1, 1),
+        (128, 64, 8, 4, 6, True, 8, 64, 0, 1, 64, 64, 128, 1, 0, 0, 0, 1),
+        (256, 64, 8, 8, 5, True, 8, 64, 0, 0, 128, 128, 64, 2, 0, 0, 1, 1),
+        (512, 64, 8, 8, 4, True, 8, 64, 1, 0, 128, 128, 64, 1, 1, 1, 1, 1),
+        (0, 64, 8, 8, 3, True, 8, 64, 1, 0, 128, 256, 64, 1, 1, 1, 1, 1),
     ),
 )
 

@@ -178,7 +178,7 @@ def _not_before(value):
 def _tile_project_qkv_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
@@ -240,7 +240,6 @@ def _tile_project_qkv_proj_tile(
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
-    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
     if WHOLE:
         _store_tiles(y_tiles, first_row, first_n, acc)
     else:
@@ -251,15 +250,15 @@ def _tile_project_qkv_proj_tile(
 def tile_project_qkv_proj(
     x, weight, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj; with ACTIVE 0 no LoRA.
 
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end.
+    after may begin with the steps over h, not at the end. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     # where a step may be spared
@@ -279,12 +278,12 @@ def tile_project_qkv_proj(
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
                 number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
             tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -305,25 +304,25 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
-    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "WHOLE", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 0, 0, 4, 6, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 0, 0, 4, 4, True, 0, 0, 0, 1, 128, 64, 128, 0, 0, 1),
-        (16, 16, 1, 4, 4, True, 1, 16, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 16, 1, 4, 6, True, 1, 16, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 16, 1, 4, 4, True, 1, 16, 0, 1, 128, 64, 128, 0, 0, 1),
-        (1024, 16, 1, 4, 4, True, 1, 16, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 16, 1, 8, 3, True, 1, 16, 1, 0, 128, 256, 64, 1, 1, 1),
-        (16, 16, 8, 4, 4, True, 8, 16, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 16, 8, 4, 6, True, 8, 16, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 16, 8, 4, 4, True, 8, 16, 0, 1, 128, 64, 128, 0, 0, 1),
-        (1024, 16, 8, 4, 4, True, 8, 16, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 16, 8, 8, 3, True, 8, 16, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 0, 0, 4, 6, True, 0, 0, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 0, 0, 4, 4, True, 0, 0, 0, 1, 128, 64, 128, 0, 0, 0, 1),
+        (16, 16, 1, 4, 4, True, 1, 16, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 16, 1, 4, 6, True, 1, 16, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 16, 1, 4, 4, True, 1, 16, 0, 1, 128, 64, 128, 0, 0, 0, 1),
+        (1024, 16, 1, 4, 4, True, 1, 16, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 16, 1, 8, 3, True, 1, 16, 1, 0, 128, 256, 64, 1, 1, 1, 1),
+        (16, 16, 8, 4, 4, True, 8, 16, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 16, 8, 4, 6, True, 8, 16, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 16, 8, 4, 4, True, 8, 16, 0, 1, 128, 64, 128, 0, 0, 0, 1),
+        (1024, 16, 8, 4, 4, True, 8, 16, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 16, 8, 8, 3, True, 8, 16, 1, 0, 128, 256, 64, 1, 1, 1, 1),
     ),
 )
 
@@ -855,7 +854,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
 def _tile_project_o_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
@@ -903,7 +902,6 @@ def _tile_project_o_proj_tile(
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
-    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
     if WHOLE:
         _store_tiles(y_tiles, first_row, first_n, acc)
     else:
@@ -914,15 +912,15 @@ def _tile_project_o_proj_tile(
 def tile_project_o_proj(
     x, weight, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj; with ACTIVE 0 no LoRA.
 
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end.
+    after may begin with the steps over h, not at the end. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     # where a step may be spared
@@ -940,12 +938,12 @@ def tile_project_o_proj(
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
                 number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_o_proj_tile(
             tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -966,25 +964,25 @@ TILE_PROJECT_O_PROJ = Kernel(
         "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
-    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "WHOLE", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1),
-        (16, 16, 1, 4, 5, True, 1, 16, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 16, 1, 4, 8, True, 1, 16, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 0, 1),
-        (1024, 16, 1, 4, 4, True, 1, 16, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 16, 1, 8, 3, True, 1, 16, 1, 0, 128, 256, 64, 1, 1, 1),
-        (16, 16, 8, 4, 5, True, 8, 16, 0, 1, 16, 64, 256, 0, 1, 1),
-        (32, 16, 8, 4, 8, True, 8, 16, 0, 1, 32, 64, 128, 0, 1, 1),
-        (64, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 1, 1),
-        (128, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 0, 1),
-        (1024, 16, 8, 4, 4, True, 8, 16, 1, 0, 128, 128, 64, 1, 1, 1),
-        (0, 16, 8, 8, 3, True, 8, 16, 1, 0, 128, 256, 64, 1, 1, 1),
+        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 0, 1),
+        (16, 16, 1, 4, 5, True, 1, 16, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 16, 1, 4, 8, True, 1, 16, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 0, 0, 1),
+        (1024, 16, 1, 4, 4, True, 1, 16, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 16, 1, 8, 3, True, 1, 16, 1, 0, 128, 256, 64, 1, 1, 1, 1),
+        (16, 16, 8, 4, 5, True, 8, 16, 0, 1, 16, 64, 256, 0, 0, 1, 1),
+        (32, 16, 8, 4, 8, True, 8, 16, 0, 1, 32, 64, 128, 0, 0, 1, 1),
+        (64, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (128, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 0, 0, 1),
+        (1024, 16, 8, 4, 4, True, 8, 16, 1, 0, 128, 128, 64, 1, 1, 1, 1),
+        (0, 16, 8, 8, 3, True, 8, 16, 1, 0, 128, 256, 64, 1, 1, 1, 1),
     ),
 )
 

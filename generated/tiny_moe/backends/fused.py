@@ -146,22 +146,6 @@ def _store(y, acc, row, rows, n, wanted, N: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _store_tiles(y_tiles, row, n, acc):
-    """A tile of y from (row, n) on, cut into as many as are stored one after another. Rows past the last are left out.
-
-    In parts, for what is on its way stays in shared memory, where the next launch's programs want room.
-    """
-    WIDTH: tl.constexpr = acc.shape[1]
-    if WIDTH > y_tiles.block_shape[1]:
-        halves = tl.permute(tl.reshape(acc, (acc.shape[0], 2, WIDTH // 2)), (0, 2, 1))
-        low, high = tl.split(halves)
-        _store_tiles(y_tiles, row, n, low)
-        _store_tiles(y_tiles, row, n + WIDTH // 2, high)
-    else:
-        y_tiles.store([row, n], acc.to(y_tiles.dtype))
-
-
-@triton.jit
 def _not_before(value):
     """The value, to the compiler a new one: it would wait for a load where it is made rather than where it is used."""
     return tl.inline_asm_elementwise(
@@ -174,9 +158,9 @@ def _not_before(value):
 
 @triton.jit
 def _tile_project_qkv_proj_tile(
-    number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
+    number, x, weight, h, b, active, only, spans, most, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
@@ -238,22 +222,15 @@ def _tile_project_qkv_proj_tile(
 
     row = first_row + tl.arange(0, BLOCK_M)
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
-    # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
-    WHOLE: tl.constexpr = LOOP and not WIDE and BLOCK_N % y_tiles.block_shape[1] == 0
-    DIVIDED_1: tl.constexpr = 64 % BLOCK_N == 0
-    DIVIDED_2: tl.constexpr = 32 % BLOCK_N == 0
-    if WHOLE and DIVIDED_1 and DIVIDED_2:
-        _store_tiles(y_tiles, first_row, first_n, acc)
-    else:
-        _store(y, acc, row, rows, start + within, within < width, N, WIDE)
+    _store(y, acc, row, rows, start + within, within < width, N, WIDE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_qkv_proj(
-    x, weight, h, b, active, spans, y, y_tiles, rows,
+    x, weight, h, b, active, spans, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for qkv_proj; with ACTIVE 0 no LoRA.
 
@@ -279,13 +256,13 @@ def tile_project_qkv_proj(
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
-                number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+                number, x, weight, h, b, active, only, spans, most, y, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, LOOP, EARLY, LATE,
+            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -303,7 +280,6 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         "active": "*i32",
         "spans": "*i32",
         "y": "*fp32",
-        "y_tiles": "tile<fp32>[BLOCK_M, 128]",
         "rows": "i32",
     },
     ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "EARLY", "PDL"),
@@ -709,14 +685,13 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         active=index.active,
         spans=spans,
         y=y,
-        y_tiles=y,
         rows=rows,
     )
 
     @together(first, last)
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
-        last(x, weight, y, y)
+        last(x, weight, y)
 
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(rows, 128)
