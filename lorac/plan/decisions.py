@@ -55,18 +55,10 @@ def backend_notes(
     if others := [target for target in targets if target not in TMA_TARGETS]:
         tiled = [stage for stage, kernel in declaration.kernels.items() if kernel.tiled]
         reason = f"{', '.join(others)} cannot copy whole tiles (TMA), without which they spill registers"
-        notes += [
-            Decision(f"{block}: {stage}", "left to the library's GEMM and to segments", reason) for stage in tiled
-        ]
-    notes += [
-        Decision(
-            f"{block}: {stage}",
-            "left to the library's GEMM and to segments",
-            "no tensor core multiplies float32 exactly, and without them its tiles spill registers",
-        )
-        for stage, kernel in declaration.kernels.items()
-        if spills(kernel, dtype, targets)
-    ]
+        notes += _left_to_the_library(block, tiled, reason)
+    spilling = [stage for stage, kernel in declaration.kernels.items() if spills(kernel, dtype, targets)]
+    reason = "no tensor core multiplies float32 exactly, and without them its tiles spill registers"
+    notes += _left_to_the_library(block, spilling, reason)
     notes += [
         Decision(
             f"{block}: {stage}",
@@ -81,6 +73,10 @@ def backend_notes(
     if "experts" in kinds and not declaration.experts:
         notes.append(Decision(f"{block}: experts", "not served", "the backend has no kernels for experts", "warning"))
     return notes
+
+
+def _left_to_the_library(block: str, stages: list[str], reason: str) -> list[Decision]:
+    return [Decision(f"{block}: {stage}", "left to the library's GEMM and to segments", reason) for stage in stages]
 
 
 def model_notes(kinds: set[str], prefill: bool, tied: bool) -> list[Decision]:

@@ -1,7 +1,5 @@
 """LoRA on one layer: `add` onto a base output, or `linear` with the base included. Shapes are checked here, once."""
 
-from collections.abc import Callable
-
 import torch
 from torch.nn.functional import linear as base_linear
 
@@ -22,28 +20,22 @@ def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -
     spec = step.layout.by_name.get(module) or _unknown(module, step)
     if spec.experts is not None:
         raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
-    if step.inside:  # to enter it again takes a microsecond
-        return _add(spec, layer, x, y, step)
-    with step.launching():
-        return _add(spec, layer, x, y, step)
-
-
-def _add(spec: Module, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
-    batch, slot = step.enter(spec.name, layer)
-    launch = step.backend.ADD[spec.name]
-    launches = bound_before(launch, x, y, slot, batch, step.scratch)
-    if launches is not None and not (x.data_ptr() | y.data_ptr()) % 16:
-        launches(x, y)  # tensors laid out like these have passed the checks below
-        return y
-    rows = rows_of(x, spec, step, batch)
-    target = _target(y, rows.shape[0], spec, step)
-    if batch.adapters:
-        # rows of a view can start anywhere; the kernels' stores are compiled for aligned ones
-        aligned = target.stride(0) % spec.aligned[1] == 0 and target.data_ptr() % 16 == 0
-        work = target if aligned else target.clone(memory_format=torch.contiguous_format)
-        launch(rows, work, slot, batch, step.scratch)
-        if not aligned:
-            target.copy_(work)
+    with step.one_launch():
+        batch, slot = step.enter(module, layer)
+        launch = step.backend.ADD[module]
+        launches = bound_before(launch, x, y, slot, batch, step.scratch)
+        if launches is not None and not (x.data_ptr() | y.data_ptr()) % 16:
+            launches(x, y)  # tensors laid out like these have passed the checks below
+            return y
+        rows = rows_of(x, spec, step, batch)
+        target = _target(y, rows.shape[0], spec, step)
+        if batch.adapters:
+            # rows of a view can start anywhere; the kernels' stores are compiled for aligned ones
+            aligned = target.stride(0) % spec.aligned[1] == 0 and target.data_ptr() % 16 == 0
+            work = target if aligned else target.clone(memory_format=torch.contiguous_format)
+            launch(rows, work, slot, batch, step.scratch)
+            if not aligned:
+                target.copy_(work)
     return y
 
 
@@ -58,22 +50,14 @@ def linear(
     owned = getattr(step.backend, "LINEAR", {}).get(module)
     if owned is None or bias is not None:
         return add(module, layer, x, base_linear(x, weight, bias), step)
-    if step.inside:
-        return _linear(owned, spec, layer, x, weight, step)
-    with step.launching():
-        return _linear(owned, spec, layer, x, weight, step)
-
-
-def _linear(
-    owned: Callable, spec: Module, layer: int, x: torch.Tensor, weight: torch.Tensor, step: Step
-) -> torch.Tensor:
-    batch, slot = step.enter(spec.name, layer)
-    launches = bound_before(owned, x, weight, slot, batch, step.scratch)
-    if launches is not None and not (x.data_ptr() | weight.data_ptr()) % 16:
-        return launches(x, weight)  # tensors laid out like these have passed the checks below
-    _fits(weight, spec, step)
-    y = owned(rows_of(x, spec, step, batch), weight, slot, batch, step.scratch)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], spec.out_features)
+    with step.one_launch():
+        batch, slot = step.enter(module, layer)
+        launches = bound_before(owned, x, weight, slot, batch, step.scratch)
+        if launches is not None and not (x.data_ptr() | weight.data_ptr()) % 16:
+            return launches(x, weight)  # tensors laid out like these have passed the checks below
+        _fits(weight, spec, step)
+        y = owned(rows_of(x, spec, step, batch), weight, slot, batch, step.scratch)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], spec.out_features)
 
 
 def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tensor:

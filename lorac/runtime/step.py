@@ -136,6 +136,10 @@ class Step:
         """
         return Launching(self)
 
+    def one_launch(self) -> "Launching | nullcontext":
+        """`launching` for one operation, entered at once: inside another it is nothing to enter."""
+        return _AS_IT_IS if self.inside else Launching(self)
+
     def enter(self, module: str, layer: int) -> tuple[Batch, Instance]:
         """The current batch and the slot tensors (a, b, rank, scale) of one instance of a module; inside `launching`.
 

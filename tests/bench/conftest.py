@@ -21,6 +21,13 @@ graphs:
   prefill: {max_tokens: 64, max_requests: 4}
 targets: [sm_90]
 """
+
+
+def fused(text: str) -> str:
+    """A spec's text with kernels that have the base, which in float32 a GPU has not."""
+    return text.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}").replace("float32", "float16")
+
+
 GPU = Gpu("NVIDIA H200", "sm_90")
 A100 = Gpu("NVIDIA A100", "sm_80")  # copies no whole tiles: few rows have kernels of their own, by pointers
 

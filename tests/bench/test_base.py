@@ -14,7 +14,7 @@ from lorac.tune.report import report
 from lorac.tune.search import DeviceLost, Result, Search
 from lorac.tune.space import BARE, in_library, settings, switches
 
-from .conftest import A100, GPU, SPEC, Compiler, search
+from .conftest import A100, GPU, SPEC, Compiler, fused, search
 
 ROWS = (8, 64, 256)
 # so many outputs that at all of those rows tiles of our own are declared, not the library
@@ -25,9 +25,7 @@ MANY_OUTPUTS = SPEC.replace("hidden: 128", "hidden: 4096").replace(
 
 @pytest.fixture
 def spec(spec):
-    spec.write_text(
-        MANY_OUTPUTS.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}").replace("float32", "float16")
-    )
+    spec.write_text(fused(MANY_OUTPUTS))
     return spec
 
 

@@ -13,10 +13,10 @@ from lorac.tune.batches import Reached, reached
 from lorac.tune.model import Machine, Model, live_segments
 from lorac.tune.space import Site, candidates, declared, distance, options, settings
 
-from .conftest import SPEC
+from .conftest import SPEC, fused
 
 SLOT_COLUMNS = 3 * 32  # of that spec
-FUSED = SPEC.replace("triton: {segments: {by: request, cap: 4}}", "fused: {}").replace("float32", "float16")
+FUSED = fused(SPEC)
 
 
 def planned(tmp_path, text: str = SPEC):

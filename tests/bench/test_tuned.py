@@ -11,7 +11,7 @@ from lorac.explain import explain
 from lorac.stamp import fresh_package, record
 from lorac.tune.table import slug, table_path
 
-from .conftest import Measurer, search, wide_is_fast
+from .conftest import Measurer, fused, search, wide_is_fast
 
 TABLE = """\
 lorac_tuned: 1
@@ -125,9 +125,7 @@ def test_mistakes_in_a_table_are_placed(spec, table, old, new, message):
     ],
 )
 def test_mistakes_in_a_table_of_tiles_are_placed(spec, table, old, new, message):
-    spec.write_text(
-        spec.read_text().replace("triton: {segments: {by: request, cap: 4}}", "fused: {}").replace("float32", "float16")
-    )
+    spec.write_text(fused(spec.read_text()))
     sizes = "SPARSE: 0, WIDE: 1, BLOCK_M: 16, BLOCK_N: 64, BLOCK_K: 64, SHARES: 1, LOOP: 0, EARLY: 0"
     tile = f"rows: 8, {sizes}, warps: 4, stages: 4"
     head = TABLE[: TABLE.index("  triton:")]

@@ -148,9 +148,8 @@ class Bench:
 
     def summed(self, module: Module, layer: int, x: torch.Tensor, row_slot: list[int]) -> torch.Tensor:
         """The size of the delta's terms: the sums of `expected` with every term positive. Rounding errors follow it."""
-        a, b, ranks, scales = self.slots.instance(module.name, layer)
-        widths = [piece.width for piece in module.slices]
-        return reference.lora(x.abs(), a.abs(), b.abs(), ranks, scales.abs(), widths, row_slot)
+        tensors = [of.abs() for of in self.slots.instance(module.name, layer)]
+        return reference.lora(x.abs(), *tensors, [piece.width for piece in module.slices], row_slot)
 
     def poison(self):
         """NaN in all scratch, so that whatever is read without having been written shows."""

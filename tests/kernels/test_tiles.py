@@ -70,13 +70,22 @@ def package(build, request):
 
 @pytest.fixture
 def random_of(package, generator):
+    return normal(package, generator)
+
+
+def normal(package, generator):
+    """Random tensors of a package's dtype, by their shape: rows of size one."""
     dtype = getattr(torch, package.LAYOUT.dtype)
     return lambda *shape: (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
 
 
 @pytest.fixture
 def slots(package, random_of):
-    """An adapter of each rank; what lies past it is zero, as loading leaves it."""
+    return filled(package, random_of)
+
+
+def filled(package, random_of):
+    """Slots with an adapter of each rank; what lies past it is zero, as loading leaves it."""
     limit = package.LAYOUT.max_rank
     slots = numbered(package, RANKS[limit])("cpu")
     for module, (slot, own) in itertools.product(package.LAYOUT.modules, enumerate(RANKS[limit])):
@@ -265,14 +274,7 @@ def test_tiles_of_many_rows_are_stored_whole(build, generator, monkeypatch, name
     changed["model"] = changed["model"] | {"linears": parts, "fused": {"proj": list(parts)}}
     changed["adapters"] = changed["adapters"] | {"targets": ["proj"]}
     package = build(changed)
-    slots = numbered(package, RANKS[24])("cpu")
-    a, b, rank, scale = slots.instance("proj", 0)
-    for slot, own in enumerate(RANKS[24]):
-        rank[slot], scale[slot] = own, 0.5 + slot
-        for part in range(len(widths)):
-            a[slot, part * 24 : part * 24 + own] = torch.randn(own, 72, generator=generator) * 72**-0.5
-        b[:, slot, :own] = torch.randn(sum(widths), own, generator=generator) * own**-0.5
-    slots.renew_copies()
+    slots = filled(package, normal(package, generator))
     requests = [(0, 230), (-1, 77), (2, 222), (1, 1)]
     rows = [slot for slot, count in requests for _ in range(count)]
     step = package.Step(slots, "fused")
@@ -289,7 +291,7 @@ def test_tiles_of_many_rows_are_stored_whole(build, generator, monkeypatch, name
         interpreter.InterpreterBuilder, "create_descriptor_store", lambda *of: (stores.append(1), store(*of))[1]
     )
     y = package.linear("proj", 0, x, weight, step)
-    want = x.double() @ weight.double().T + reference.lora(x, a, b, rank, scale, list(widths), rows)
+    want = x.double() @ weight.double().T + reference.lora(x, *slots.instance("proj", 0), list(widths), rows)
     assert ((y.double() - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE["float32"]
     assert y.data_ptr() == memory.data_ptr() and memory[len(rows) :].isnan().all()
     assert len(stores) == stored
@@ -304,13 +306,7 @@ def sharing(build, generator):
     changed["model"] = changed["model"] | {"linears": {"long_proj": linear}, "fused": {}}
     changed["adapters"] = changed["adapters"] | {"targets": ["long_proj"]}
     package = build(changed)
-    slots = numbered(package, RANKS[24])("cpu")
-    a, b, rank, scale = slots.instance("long_proj", 0)
-    for slot, own in enumerate(RANKS[24]):
-        rank[slot], scale[slot] = own, 0.5 + slot
-        a[slot, :own] = torch.randn(own, inputs, generator=generator) * inputs**-0.5
-        b[:, slot, :own] = torch.randn(72, own, generator=generator) * own**-0.5
-    slots.renew_copies()
+    slots = filled(package, normal(package, generator))
     kernels = backend_module(package.__name__, package.BACKENDS, "fused")
     assert all(kernels.TILE_PROJECT_LONG_PROJ.pick(130, 24, active).SHARES > 1 for active in (1, 3))
     return package, slots
