@@ -33,7 +33,7 @@ class Wanted:
     taxes: bool = True
     kernels: bool = False
     host: bool = False
-    seconds: float = 0.5  # per batch, over all contenders
+    seconds: float = 0.5  # per batch and round, over all contenders
 
 
 def bench(folder: Path, wanted: Wanted, show: Callable[[float, str], None] = lambda share, words: None) -> Report:

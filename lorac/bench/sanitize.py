@@ -27,6 +27,7 @@ from lorac.verify.check import filled_slots, inputs, prepare, random
 from lorac.verify.experts import routing
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+_SHOWN = 3000  # characters of a report's beginning, and of its end
 FOUND = 97  # exit status of the sanitizer when it has reported something
 
 
@@ -127,7 +128,7 @@ def sanitize(folder: Path, tool: str, timeout: int, mixed: bool) -> int:
     outcome = f"it gives up, {unable}" if unable else outcome  # which it counts among what it has found
     print(f"{folder.name} {tool}: {outcome}, {time.perf_counter() - started:.0f} s", flush=True)
     if outcome != "clean":
-        print(said[-6000:], flush=True)
+        print(said[:_SHOWN], "...", said[max(_SHOWN, len(said) - _SHOWN) :], sep="\n", flush=True)
     return {"clean": 0, "ERRORS": 1}.get(outcome, 2)
 
 

@@ -1,13 +1,26 @@
 """LoRA on one layer: `add` onto a base output, or `linear` with the base included. Shapes are checked here, once."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import linear as base_linear
 
 from lorac.runtime.bound import bound_before
+from lorac.runtime.buffers import Instance
+from lorac.runtime.compiled import ALIGN, Unaligned
 from lorac.runtime.errors import ShapeError
 from lorac.runtime.layout import Module
 from lorac.runtime.step import Step
 from lorac.runtime.ticket import Batch
+
+
+class Site(NamedTuple):
+    """A call on one instance of a module, looked up once for a step: what is launched (None: base and LoRA apart)."""
+
+    spec: Module
+    launch: Callable | None
+    slot: Instance
 
 
 def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
@@ -17,26 +30,11 @@ def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -
     the package's dtype on its device. Base rows of y keep their bits. Raises TicketError where the batch was not
     prepared or its slots changed, ShapeError for tensors that do not fit.
     """
-    spec = step.layout.by_name.get(module) or _unknown(module, step)
-    if spec.experts is not None:
-        raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
-    with step.one_launch():
-        batch, slot = step.enter(module, layer)
-        launch = step.backend.ADD[module]
-        launches = bound_before(launch, x, y, slot, batch, step.scratch)
-        if launches is not None and not (x.data_ptr() | y.data_ptr()) % 16:
-            launches(x, y)  # tensors laid out like these have passed the checks below
-            return y
-        rows = rows_of(x, spec, step, batch)
-        target = _target(y, rows.shape[0], spec, step)
-        if batch.adapters:
-            # rows of a view can start anywhere; the kernels' stores are compiled for aligned ones
-            aligned = target.stride(0) % spec.aligned[1] == 0 and target.data_ptr() % 16 == 0
-            work = target if aligned else target.clone(memory_format=torch.contiguous_format)
-            launch(rows, work, slot, batch, step.scratch)
-            if not aligned:
-                target.copy_(work)
-    return y
+    site = step.sites.get(("ADD", module, layer)) or _site("ADD", module, layer, step)
+    if step.inside:  # entering what would change nothing takes as long as all that is looked up
+        return _add(site, x, y, step)
+    with step.launching():
+        return _add(site, x, y, step)
 
 
 def linear(
@@ -46,18 +44,49 @@ def linear(
 
     weight [out_features, in_features] of the package's dtype. Errors as for `add`.
     """
-    spec = step.layout.by_name.get(module) or _unknown(module, step)
-    owned = getattr(step.backend, "LINEAR", {}).get(module)
-    if owned is None or bias is not None:
+    site = step.sites.get(("LINEAR", module, layer)) or _site("LINEAR", module, layer, step)
+    if site.launch is None or bias is not None:
         return add(module, layer, x, base_linear(x, weight, bias), step)
-    with step.one_launch():
-        batch, slot = step.enter(module, layer)
-        launches = bound_before(owned, x, weight, slot, batch, step.scratch)
-        if launches is not None and not (x.data_ptr() | weight.data_ptr()) % 16:
+    if step.inside:
+        return _linear(site, x, weight, step)
+    with step.launching():
+        return _linear(site, x, weight, step)
+
+
+def _add(site: Site, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
+    spec, launch, slot = site
+    batch = step.batch_of(spec.name)
+    launches = bound_before(launch, x, y, slot, batch, step.scratch)
+    if launches is not None:
+        try:
+            launches(x, y)  # tensors laid out like these have passed the checks below
+            return y
+        except Unaligned:
+            pass  # but can start anywhere
+    rows = rows_of(x, spec, step, batch)
+    target = _target(y, rows.shape[0], spec, step)
+    if batch.adapters:
+        # rows of a view can start anywhere; the kernels' stores are compiled for aligned ones
+        aligned = target.stride(0) % spec.aligned[1] == 0 and target.data_ptr() % ALIGN == 0
+        work = target if aligned else target.clone(memory_format=torch.contiguous_format)
+        launch(rows, work, slot, batch, step.scratch)
+        if not aligned:
+            target.copy_(work)
+    return y
+
+
+def _linear(site: Site, x: torch.Tensor, weight: torch.Tensor, step: Step) -> torch.Tensor:
+    spec, launch, slot = site
+    batch = step.batch_of(spec.name)
+    launches = bound_before(launch, x, weight, slot, batch, step.scratch)
+    if launches is not None:
+        try:
             return launches(x, weight)  # tensors laid out like these have passed the checks below
-        _fits(weight, spec, step)
-        y = owned(rows_of(x, spec, step, batch), weight, slot, batch, step.scratch)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], spec.out_features)
+        except Unaligned:
+            pass  # but can start anywhere
+    _fits(weight, spec, step)
+    y = launch(rows_of(x, spec, step, batch), weight, slot, batch, step.scratch)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], spec.out_features)
 
 
 def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tensor:
@@ -66,7 +95,8 @@ def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Te
         # the last token of each row of a batch is strided, and the kernels step from one id to the next
         if x.device != step.device:
             raise ShapeError(f"{spec.name}: x is on {x.device}, expected token ids on {step.device}")
-        return _sized(x.reshape(-1).to(torch.int64).contiguous(), spec, batch)
+        ids = x.reshape(-1).to(torch.int64).contiguous()
+        return _sized(ids.clone() if ids.data_ptr() % ALIGN else ids, spec, batch)
     if x.dtype != step.slots.dtype or x.shape[-1] != spec.in_features or x.device != step.device:
         raise ShapeError(
             f"{spec.name}: x is {list(x.shape)} {x.dtype} on {x.device}, expected [..., {spec.in_features}] "
@@ -75,7 +105,7 @@ def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Te
     rows = _sized(x if x.dim() == 2 else x.reshape(-1, spec.in_features), spec, batch)
     # the kernels' loads are compiled for rows aligned as those of a contiguous tensor; a tile's rows lie apart
     row, column = rows.stride()
-    if column != 1 or not row or row % spec.aligned[0] or rows.data_ptr() % 16:
+    if column != 1 or not row or row % spec.aligned[0] or rows.data_ptr() % ALIGN:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows
 
@@ -98,7 +128,7 @@ def _fits(weight: torch.Tensor, spec: Module, step: Step) -> None:
             f"{spec.name}: weight is {list(weight.shape)} {weight.dtype} on {weight.device} with strides "
             f"{weight.stride()}, expected contiguous {list(shape)} {step.slots.dtype} on {step.device}"
         )
-    if weight.data_ptr() % 16:
+    if weight.data_ptr() % ALIGN:
         raise ShapeError(f"{spec.name}: weight starts on no 16 bytes, as the kernels' loads need; pass weight.clone()")
 
 
@@ -119,5 +149,14 @@ def _target(y: torch.Tensor, rows: int, spec: Module, step: Step) -> torch.Tenso
     return target
 
 
-def _unknown(module: str, step: Step):
-    raise ShapeError(f"package {step.layout.name} has no module {module!r}: it has {', '.join(step.layout.by_name)}")
+def _site(call: str, module: str, layer: int, step: Step) -> Site:
+    """Look up what `call`, a table of the backend's module, has for an instance; kept in `step.sites`."""
+    spec = step.layout.by_name.get(module)
+    if spec is None:
+        have = ", ".join(step.layout.by_name)
+        raise ShapeError(f"package {step.layout.name} has no module {module!r}: it has {have}")
+    if spec.experts is not None:
+        raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
+    launch = getattr(step.backend, call, {}).get(module)
+    found = step.sites[call, module, layer] = Site(spec, launch, step.slots.instance(module, layer))
+    return found

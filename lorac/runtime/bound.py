@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch._C._dynamo.guards import TensorGuards  # torch tells layouts apart in C: a fifth of what Python takes
 
 from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Moving
@@ -28,10 +29,9 @@ def bound(bind: _Binding) -> Callable:
         launches = bound_before(launch, x, y, slot, batch, scratch)
         if launches is None:
             launches = _bind(bind, x, y, slot, batch, scratch)
-            made = _Bound(
-                x.shape, y.shape, _strides(x), _strides(y), x.dtype, y.dtype, x.device, y.device, launches, slot
-            )
-            scratch.bound(batch).setdefault((launch, id(slot)), []).append(made)
+            made = _Bound(_alike(x, y), launches, slot)
+            if made.alike.check(x, y):  # which one tensor given twice never is
+                scratch.bound(batch).setdefault((launch, id(slot)), []).append(made)
         return launches(x, y)
 
     launch.bind = bind
@@ -43,37 +43,24 @@ def bound_before(
 ) -> Launches | None:
     """What `function` bound for tensors that differ from x and y in their address alone, and for such a batch."""
     for of in scratch.bound(batch).get((function, id(slot)), ()):
-        # one by one, and the cheapest way: to make a key of them all and look it up takes a microsecond more
-        if (
-            x.size() == of.x_shape
-            and y.size() == of.y_shape
-            and (x.is_contiguous() if of.x_strides is None else x.stride() == of.x_strides)
-            and (y.is_contiguous() if of.y_strides is None else y.stride() == of.y_strides)
-            and x.dtype is of.x_dtype
-            and y.dtype is of.y_dtype
-            and x.device == of.x_device
-            and y.device == of.y_device
-        ):
+        if of.alike.check(x, y):
             return of.launches
     return None
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None stands for those of a contiguous tensor, told faster; but one row is contiguous however it lies."""
-    return None if tensor.is_contiguous() and tensor.shape[0] > 1 else tensor.stride()
+def _alike(x: torch.Tensor, y: torch.Tensor) -> TensorGuards:
+    """What tells whether two tensors are laid out as these: type, device, dtype, sizes and strides."""
+    return TensorGuards(
+        x, y,
+        dynamic_dims_sizes=[list(x.shape), list(y.shape)],
+        dynamic_dims_strides=[list(x.stride()), list(y.stride())],
+    )  # fmt: skip
 
 
 class _Bound(NamedTuple):
     """What was bound, for which tensors; with the slot tensors, which keys have by their id: so no others get it."""
 
-    x_shape: torch.Size
-    y_shape: torch.Size
-    x_strides: tuple[int, ...] | None
-    y_strides: tuple[int, ...] | None
-    x_dtype: torch.dtype
-    y_dtype: torch.dtype
-    x_device: torch.device
-    y_device: torch.device
+    alike: TensorGuards
     launches: Launches
     slot: tuple
 

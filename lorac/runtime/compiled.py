@@ -8,8 +8,13 @@ import triton
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+ALIGN = 16  # bytes
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _MOST = 100  # percent
+
+
+class Unaligned(Exception):
+    """A tensor starts on no 16 bytes, as kernels are compiled to rely on; who passed it may pass a copy."""
 
 
 class Tiles:
@@ -50,7 +55,10 @@ class Compiled:
     def bound(
         self, grid: tuple[int, ...], device: int, arguments: list, moving: list[tuple[int, Tiles | None]]
     ) -> Callable[..., None]:
-        """`run` with these arguments, where each call is passed a tensor for every place of `moving`."""
+        """`run` with these arguments, where each call is passed a tensor for every place of `moving`.
+
+        A call raises Unaligned for a tensor that may not be passed.
+        """
         launch, (x, y, z), pdl = self.compiled.run, (*grid, 1, 1)[:3], self.pdl
         stream_of, captured = driver.active.get_current_stream, torch.cuda.is_current_stream_capturing
         hooks = triton.knobs.runtime
@@ -59,10 +67,13 @@ class Compiled:
 
         def call(*tensors: torch.Tensor) -> None:
             for (place, tiles), tensor in zip(moving, tensors):  # noqa: B905, strict takes as long as all else
+                address = tensor.data_ptr()
+                if address % ALIGN:
+                    raise Unaligned
                 if tiles is None:
-                    values[place] = tensor.data_ptr()
+                    values[place] = address
                 else:
-                    tiles.address = tensor.data_ptr()
+                    tiles.address = address
             if hooks.launch_enter_hook.calls:
                 self.run(grid, device, values[first : first + len(arguments)])
                 return

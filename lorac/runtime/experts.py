@@ -35,7 +35,7 @@ def moe(
     run = getattr(step.backend, "MOE", None) or _unserved(step)
     for weight, of, name in ((w13, gate_up, "w13"), (w2, down, "w2")):
         _weight(weight, of, name, step)
-    with step.one_launch():
+    with step.launching():
         batch, up_slot = step.enter(GATE_UP, layer)
         rows = rows_of(x, gate_up, step, batch)
         rows = rows.contiguous()
@@ -64,7 +64,7 @@ def add_experts(
     if topk_ids.dim() != 2:
         raise ShapeError(f"{module}: topk_ids is {list(topk_ids.shape)}, expected [rows, {spec.experts.top_k}]")
     pairs = topk_ids.shape[0] * spec.experts.top_k
-    with step.one_launch():
+    with step.launching():
         batch, slot = step.enter(module, layer)
         rows = _inputs(x, spec, step, batch, pairs)
         ids, weights = _routing(topk_ids, topk_weights, topk_ids.shape[0], spec, step)

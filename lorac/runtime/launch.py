@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lorac.runtime.compiled import Compiled, Tiles
+from lorac.runtime.compiled import ALIGN, Compiled, Tiles, Unaligned
 from lorac.runtime.errors import CaptureError, PackageError
 
 _ELEMENT = {
@@ -131,11 +131,12 @@ class Kernel:
         """`run` with these arguments on the current device, to be called again and again: tensors stay where they are.
 
         Each call is passed the tensors that Moving stands for, in the order of the arguments. They must be laid out as
-        it says, in the kernel's types, and start on 16 bytes: no call looks. Nearly all that `run` costs is done here.
+        it says, in the kernel's types: no call looks. It raises Unaligned where one starts on no 16 bytes. Nearly all
+        that `run` costs is done here.
         """
         moving = [name for name, value in arguments.items() if isinstance(value, Moving)]
         if interpreted():
-            return lambda *tensors: self.run(launch, grid, **arguments | dict(zip(moving, tensors, strict=True)))
+            return self._interpret(launch, grid, arguments, moving)
         if not all(grid):
             return nothing
         device = torch.cuda.current_device()
@@ -152,6 +153,14 @@ class Kernel:
                 value = value.data_ptr()  # of a tensor, the launcher would ask the driver where it is
             values.append(value)
         return compiled.bound(grid, device, values, places)
+
+    def _interpret(self, launch: Launch, grid: tuple[int, ...], arguments: dict, moving: list[str]):
+        def call(*tensors: torch.Tensor) -> None:
+            if any(tensor.data_ptr() % ALIGN for tensor in tensors):
+                raise Unaligned
+            self.run(launch, grid, **arguments | dict(zip(moving, tensors, strict=True)))
+
+        return call
 
     def _found(self, launch: Launch, device: int, arguments: dict) -> Compiled:
         compiled = self._compiled.get((launch, device))

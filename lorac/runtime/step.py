@@ -91,6 +91,7 @@ class Step:
         self._found: dict[tuple, _Found] = {}
         self._found_at = -1
         self.scratch = Scratch(self.device)
+        self.sites: dict[tuple[str, str, int], tuple] = {}  # of `apply`
         self._serials = itertools.count(1)
         self._in_use: tuple[int, ...] = ()
         self.inside = False  # of `launching`
@@ -136,21 +137,21 @@ class Step:
         """
         return Launching(self)
 
-    def one_launch(self) -> "Launching | nullcontext":
-        """`launching` for one operation, entered at once: inside another it is nothing to enter."""
-        return _AS_IT_IS if self.inside else Launching(self)
-
     def enter(self, module: str, layer: int) -> tuple[Batch, Instance]:
         """The current batch and the slot tensors (a, b, rank, scale) of one instance of a module; inside `launching`.
 
         Raises TicketError where no batch was prepared.
         """
+        return self.batch_of(module), self.slots.instance(module, layer)
+
+    def batch_of(self, module: str) -> Batch:
+        """The current batch as a module sees it. Raises as `enter`."""
         if self.batch is None:
             raise TicketError("no batch was prepared: call step.prepare(...) before the forward pass")
         batch = self.logits if module == "lm_head" else self.batch
         if batch is None:
             raise CaptureError("lm_head does not belong in a prefill graph: call it on the rows the graph returned")
-        return batch, self.slots.instance(module, layer)
+        return batch
 
     def check(self, ticket: Ticket) -> None:
         """Raise TicketError unless `ticket` is the latest and its slots hold what they held when it was prepared."""

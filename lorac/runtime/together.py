@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.runtime.driver import driver
 
+from lorac.runtime.compiled import ALIGN, Unaligned
 from lorac.runtime.launch import interpreted
 
 OFTEN = 16  # calls after which a graph is made, which takes the time of as many
@@ -38,18 +39,22 @@ class Together:
         self.capturing, self.hooks = torch.cuda.is_current_stream_capturing, triton.knobs.runtime
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        # a capture takes the kernels themselves, to chain them to others; a profiler's hooks want to see each
-        if self.capturing() or self.hooks.launch_enter_hook.calls:
-            self.run(*tensors)
-        elif self.graph is None:
-            self.run(*tensors)
+        graph, hooks = self.graph, self.hooks.launch_enter_hook.calls
+        if graph is not None and not hooks:  # a profiler's hooks want to see each kernel
+            stream = graph.stream_of(graph.device)
+            # a capture takes the kernels themselves, to chain them to others; the default stream is never captured
+            captured = stream and self.capturing()
+            if not captured and graph.launch([tensor.data_ptr() for tensor in tensors], stream) == 0:
+                return
+        # or not launched: a thread without a context, or what a launch by itself will raise
+        self.run(*tensors)
+        if graph is None and not hooks:
             self._count(tensors)
-        elif self.graph.launch([tensor.data_ptr() for tensor in tensors]):
-            # not launched: a thread without a context, or what a launch by itself will raise
-            self.run(*tensors)
 
     def _count(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make the graph once there have been as many calls, where it may be made."""
+        if self.capturing():
+            return
         self.calls += 1
         if self.calls % OFTEN or self.refused or _alive >= MOST or not all(tensor.numel() for tensor in tensors):
             return
@@ -83,9 +88,14 @@ class _Graph:
         if found != places:
             raise _DriverError(f"{found} of their parameters, not {places}, are found to say where tensors are")
 
-    def launch(self, addresses: list[int]) -> int:
-        """Launch on the current stream for tensors at these addresses; returns the driver's error, 0 for none."""
+    def launch(self, addresses: list[int], stream: int) -> int:
+        """Launch on a stream for tensors at these addresses; returns the driver's error, 0 for none.
+
+        Raises Unaligned for one that starts on no 16 bytes.
+        """
         if addresses != self.addresses:
+            if any(address % ALIGN for address in addresses):
+                raise Unaligned
             known, self.addresses = self.addresses, [0] * len(addresses)  # unless all kernels are told, none is known
             moved = {at for at, address in enumerate(addresses) if address != known[at]}
             for node in self.nodes:
@@ -93,7 +103,7 @@ class _Graph:
                 if error:
                     return error
             self.addresses = addresses
-        return self.cuda.cuGraphLaunch(self.executable, self.stream_of(self.device))
+        return self.cuda.cuGraphLaunch(self.executable, stream)
 
 
 class _NodeParams(ctypes.Structure):

@@ -62,3 +62,19 @@ def test_a_backend_without_lora_would_not_be_timed(workload, monkeypatch):
     monkeypatch.setattr(workload, "run", lambda step, module, layer: workload.base(module, layer, step.batch.padded))
     (cell,) = measure(workload, ["torch"], {}, [Batch(8, 2, 16, "lora")], 0.1, lambda *_: None)
     assert cell.contenders["torch"].problem.startswith("wrong")
+
+
+@pytest.mark.parametrize("spread, rounds", [(0.0, 1), (8.0, 6)])
+def test_what_is_in_doubt_is_timed_again(workload, monkeypatch, spread, rounds):
+    asked = []
+
+    def noisy(graphs, seconds, least):
+        asked.append(least)
+        own = tuple(120.0 + spread * (at % 3 - 1) for at in range(least))
+        return [Timing((100.0,) * least), Timing(own), Timing((200.0, 900.0) * (least // 2) + (200.0,))]
+
+    monkeypatch.setattr(tax, "interleaved", noisy)
+    (cell,) = measure(workload, ["torch"], {"right": right}, [Batch(8, 2, 16, "lora")], 0.1, lambda *_: None)
+    assert len(asked) == rounds, "a peer's doubt asks for no more"
+    assert cell.contenders["torch"].tax == pytest.approx(0.2)
+    assert (cell.contenders["torch"].doubt == 0) == (spread == 0)

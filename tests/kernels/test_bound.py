@@ -8,7 +8,7 @@ import torch
 from lorac import reference
 from lorac.runtime import compiled, launch, scratch
 from lorac.runtime.bound import bound
-from lorac.runtime.compiled import Compiled
+from lorac.runtime.compiled import Compiled, Unaligned
 from lorac.runtime.errors import PackageError, ShapeError
 from lorac.runtime.launch import Kernel, Moving
 from lorac.verify.slots import numbered
@@ -162,6 +162,12 @@ def test_scratch_that_grows_while_launches_are_bound_is_the_same_for_all_of_them
     batch, slot = step.enter("up_proj", 0)
     first, second = twice(bench.random(2, IN), bench.random(2, OUT), slot, batch, step.scratch)
     assert first is second
+
+    x = bench.random(2, IN)
+    kept = {key: len(made) for key, made in step.scratch.bound(batch).items()}
+    assert sum(kept.values()) == 1
+    twice(x, x, slot, batch, step.scratch)  # one tensor given twice is never recognised, so it is not kept
+    assert {key: len(made) for key, made in step.scratch.bound(batch).items()} == kept
 
     @bound
     def never_done(x, y, slot, batch, scratch):
@@ -340,6 +346,14 @@ def test_a_compiled_kernel_gets_the_addresses_of_each_call(bench, driver, pdl, m
         head = (5, 2, 1, stream, Driver.function, Driver.packed_metadata, None, None, None)
         assert passed == (*head, *want, *kernel.launches[-1].constants.values())
         assert launched_pdl == (stream == 9 if pdl else None)
+
+
+def test_a_compiled_kernel_takes_no_tensor_that_starts_off_16_bytes(bench, driver, monkeypatch):
+    kernel = kernel_of(bench, "segment_shrink_up_proj")
+    call, _ = bind(kernel, driver, False, monkeypatch, x=Moving((4, IN), (IN, 1)))
+    with pytest.raises(Unaligned):
+        call(torch.zeros(4 * IN + 1)[1:].view(4, IN))
+    assert not driver.calls
 
 
 def test_a_descriptor_is_of_the_tensor_of_each_call(bench, driver, monkeypatch):

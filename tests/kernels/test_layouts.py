@@ -99,6 +99,10 @@ def test_ids_outside_the_vocabulary(bench):
     want = base[known].double() + bench.expected(module, 0, ids[known], [1, 1, 1])
     assert torch.equal(y[2:5], base[2:5])
     assert ((y[known].double() - want).norm(dim=1) / want.norm(dim=1)).max() < kit.TOLERANCE[bench.layout.dtype]
+    off = torch.empty(7, dtype=torch.int64)[1:].copy_(ids)
+    assert off.data_ptr() % 16 == 8
+    for _ in range(2):  # as the first time and as what was bound before
+        assert torch.equal(bench.package.add("embed_tokens", 0, off, base.clone(), bench.step), y)
 
 
 def test_the_same_bits_again_and_the_same_row_in_any_company(bench, seed):

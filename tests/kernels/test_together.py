@@ -1,12 +1,12 @@
 """Launches made together, against a driver that keeps graphs in Python: what kernels are told, and when not to."""
 
 import ctypes
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lorac.runtime import together
+from lorac.runtime.compiled import Unaligned
 
 POINTER, DESCRIPTOR, SCALAR = 8, 128, 4
 FAR = 0x7F00_0000_0000
@@ -27,6 +27,9 @@ class Driver:
         self.memory = [[ctypes.create_string_buffer(value, len(value)) for value in of] for of in self.kernels]
         self.pointers = [(ctypes.c_void_p * len(of))(*map(ctypes.addressof, of)) for of in self.memory]
         self.told, self.launched, self.result, self.stuck = [], [], 0, 0
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
 
     @staticmethod
     def _pointer(address: int) -> bytes:
@@ -80,9 +83,8 @@ def driver(tensors, monkeypatch):
     monkeypatch.setattr(together, "_captured", lambda run, tensors, cuda: (handle, handle))
     monkeypatch.setattr(together, "_nodes", lambda cuda, graph: [1, 2])
     monkeypatch.setattr(together, "_destroy", lambda *of: None)
-    monkeypatch.setattr(
-        together, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
-    )
+    driver.active, driver.stream = driver, 7
+    monkeypatch.setattr(together, "driver", driver)
     monkeypatch.setattr(together, "_alive", 0)
     monkeypatch.setattr(together, "OFTEN", 3)
     monkeypatch.setattr(together.threading, "active_count", lambda: 1)
@@ -134,6 +136,30 @@ def test_captures_take_the_kernels_themselves(driver, capturing, tensors):
     capturing["now"] = True
     run(*tensors)
     assert len(plain) == 8 and len(driver.launched) == 1
+
+
+def test_the_default_stream_is_not_asked_whether_it_is_captured(driver, tensors, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(asked.append(driver.stream)))
+    run = launcher([])
+    for _ in range(3):
+        run(*tensors)
+    asked.clear()
+    for driver.stream in (7, 0, 7):
+        run(*tensors)
+    assert asked == [7, 7] and len(driver.launched) == 3
+
+
+def test_kernels_are_told_of_no_tensor_that_starts_off_16_bytes(driver, capturing, tensors):
+    run = launcher([])
+    for _ in range(3):
+        run(*tensors)
+    x, weight, y = tensors
+    with pytest.raises(Unaligned):
+        run(x, weight, torch.zeros(5)[1:])
+    assert not driver.launched and not driver.told
+    run(x, weight, y)
+    assert len(driver.launched) == 1 and not driver.told
 
 
 def test_tensors_that_cannot_be_told_apart_are_launched_one_by_one(driver, capturing, tensors):
