@@ -11,7 +11,7 @@ import triton.language as tl
 from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
 from lorac.runtime.errors import PackageError
-from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
+from lorac.runtime.launch import Kernel, Moving, cdiv, interpreted, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Batch, Bounds
@@ -161,6 +161,54 @@ def _store_tiles(y_tiles, row, n, acc):
         _store_tiles(y_tiles, row, n + WIDTH // 2, high)
     else:
         y_tiles.store([row, n], acc.to(y_tiles.dtype))
+
+
+IN_TURN = tl.constexpr(interpreted())  # where programs run one after another, none waits for another
+
+
+@triton.jit
+def _all_there(arrived, SHARES: tl.constexpr):
+    """Whether this program, one of SHARES, goes on: once all are there; of programs that run in turn the last does.
+
+    Those waited for run: programs begin in their order, and neighbours wait for one another. `arrived` goes up by
+    EPOCH with every launch, whatever SHARES; so nothing need be reset, and an overflow does no harm.
+    """
+    EPOCH: tl.constexpr = 16
+    STEP: tl.constexpr = EPOCH // SHARES
+    tl.static_assert(STEP * SHARES == EPOCH)
+    tl.debug_barrier()  # what all threads have stored is there
+    before = tl.atomic_add(arrived, STEP, sem="acq_rel")
+    now = before + STEP
+    if not IN_TURN:
+        while ((now ^ before) & -EPOCH) == 0:
+            now = tl.atomic_add(arrived, 0, sem="acquire")
+        tl.debug_barrier()
+    return ((now ^ before) & -EPOCH) != 0
+
+
+@triton.jit
+def _own_rows(
+    acc, shares, arrived, tile, share, SHARES: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(whether, first, sums): of a tile that SHARES programs have summed a share each, the sums of this one's rows.
+
+    First is where in the tile they begin. In vain where not all are there.
+    """
+    OWN: tl.constexpr = BLOCK_M if IN_TURN else BLOCK_M // SHARES
+    shares += tile.to(tl.int64) * (SHARES * BLOCK_M * BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    first = 0 if IN_TURN else share * OWN
+    own = first + tl.arange(0, OWN)
+    at = row[None, :] * BLOCK_N + n[:, None] if WIDE else row[:, None] * BLOCK_N + n[None, :]
+    own_at = own[None, :] * BLOCK_N + n[:, None] if WIDE else own[:, None] * BLOCK_N + n[None, :]
+    tl.store(shares + share * (BLOCK_M * BLOCK_N) + at, acc)
+    there = _all_there(arrived + tile, SHARES)
+    sums = tl.zeros((BLOCK_N, OWN) if WIDE else (OWN, BLOCK_N), tl.float32)
+    for other in tl.static_range(SHARES):
+        sums += tl.load(shares + other * (BLOCK_M * BLOCK_N) + own_at, cache_modifier=".cg")
+    return there, first, sums
 
 
 @triton.jit
@@ -852,9 +900,9 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
 
 @triton.jit
 def _tile_project_o_proj_tile(
-    number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
+    number, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
     """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
@@ -874,7 +922,13 @@ def _tile_project_o_proj_tile(
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(STEPS + most):
+    # Steps are shared alike whatever the batch, for base rows to have the same bits with and without adapters. Past
+    # the last a step reads zeros: were there fewer for some share, wgmma would be serialised.
+    ALL: tl.constexpr = STEPS + (128 + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (ALL + SHARES - 1) // SHARES
+    share = tl.program_id(0) % SHARES
+    for turn in range(SHARE if SHARES > 1 else STEPS + most):
+        step = share * SHARE + turn
         k = step * BLOCK_K
         from_row = first_row
         row_tiles = x
@@ -899,7 +953,12 @@ def _tile_project_o_proj_tile(
         else:
             acc = tl.dot(row_tile, column_tile.T, acc)
 
-    row = first_row + tl.arange(0, BLOCK_M)
+    if SHARES > 1:
+        if LATE and EARLY:
+            tl.extra.cuda.gdc_launch_dependents()  # for those without a step over h
+        there, first, acc = _own_rows(acc, shares, arrived, number, share, SHARES, WIDE, BLOCK_M, BLOCK_N)
+        first_row = tl.where(there, first_row + first, rows)
+    row = first_row + tl.arange(0, acc.shape[1 if WIDE else 0])
     within = tile_in_slice * BLOCK_N + tl.arange(0, BLOCK_N)
     # by pointers the addresses of a tile take as long as several steps, and no other tile's sum goes on meanwhile
     if WHOLE:
@@ -910,9 +969,9 @@ def _tile_project_o_proj_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_project_o_proj(
-    x, weight, h, b, active, spans, y, y_tiles, rows,
+    x, weight, h, b, active, spans, shares, arrived, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[row, n] = sum_k x[row, k] * W[n, k] + sum_c h[row, c] * B[n, c], for o_proj; with ACTIVE 0 no LoRA.
@@ -920,7 +979,8 @@ def tile_project_o_proj(
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end. WHOLE: tiles are stored by descriptor.
+    after may begin with the steps over h, not at the end. SHARES: programs that share a tile's steps, and then its
+    rows. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     # where a step may be spared
@@ -932,18 +992,18 @@ def tile_project_o_proj(
     # before the loads of the first steps, behind which it would queue
     only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
-    if LOOP or DYNAMIC:
+    if SHARES == 1 and (LOOP or DYNAMIC):
         TILES: tl.constexpr = (2048 + BLOCK_N - 1) // BLOCK_N
         tiles = (rows + BLOCK_M - 1) // BLOCK_M * TILES
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
-                number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
+                number, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, WHOLE, EARLY, LATE,
             )  # fmt: skip
     else:
         _tile_project_o_proj_tile(
-            tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
+            tl.program_id(0) // SHARES, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, WHOLE, EARLY, LATE,
         )  # fmt: skip
     if LATE and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
@@ -960,29 +1020,33 @@ TILE_PROJECT_O_PROJ = Kernel(
         "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
         "spans": "*i32",
+        "shares": "*fp32",
+        "arrived": "*i32",
         "y": "*bf16",
         "y_tiles": "tile<bf16>[BLOCK_M, 128]",
         "rows": "i32",
     },
-    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "LOOP", "WHOLE", "EARLY", "PDL"),
+    ("ACTIVE", "RANK", "SPARSE", "WIDE", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SHARES", "LOOP", "WHOLE", "EARLY", "PDL"),
     (
         # rows, rank, adapters, warps, stages, pdl, then the constants
-        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 0, 0, 1, 1),
-        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 0, 0, 1, 1),
-        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1, 1),
-        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 0, 1),
-        (16, 16, 1, 4, 5, True, 1, 16, 0, 1, 16, 64, 256, 0, 0, 1, 1),
-        (32, 16, 1, 4, 8, True, 1, 16, 0, 1, 32, 64, 128, 0, 0, 1, 1),
-        (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 0, 1, 1),
-        (128, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 0, 0, 0, 1),
-        (1024, 16, 1, 4, 4, True, 1, 16, 1, 0, 128, 128, 64, 1, 1, 1, 1),
-        (0, 16, 1, 8, 3, True, 1, 16, 1, 0, 128, 256, 64, 1, 1, 1, 1),
-        (16, 16, 8, 4, 5, True, 8, 16, 0, 1, 16, 64, 256, 0, 0, 1, 1),
-        (32, 16, 8, 4, 8, True, 8, 16, 0, 1, 32, 64, 128, 0, 0, 1, 1),
-        (64, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 0, 1, 1),
-        (128, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 0, 0, 0, 1),
-        (1024, 16, 8, 4, 4, True, 8, 16, 1, 0, 128, 128, 64, 1, 1, 1, 1),
-        (0, 16, 8, 8, 3, True, 8, 16, 1, 0, 128, 256, 64, 1, 1, 1, 1),
+        (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 1, 0, 0, 1, 1),
+        (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 1, 0, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 2, 0, 0, 1, 1),
+        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 1, 0, 0, 0, 1),
+        (16, 16, 1, 4, 5, True, 1, 16, 0, 1, 16, 64, 256, 1, 0, 0, 1, 1),
+        (32, 16, 1, 4, 8, True, 1, 16, 0, 1, 32, 64, 128, 1, 0, 0, 1, 1),
+        (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 2, 0, 0, 1, 1),
+        (128, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 1, 0, 0, 0, 1),
+        (256, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 1, 0, 0, 1, 1),
+        (1024, 16, 1, 4, 4, True, 1, 16, 1, 0, 128, 128, 64, 1, 1, 1, 1, 1),
+        (0, 16, 1, 8, 3, True, 1, 16, 1, 0, 128, 256, 64, 1, 1, 1, 1, 1),
+        (16, 16, 8, 4, 5, True, 8, 16, 0, 1, 16, 64, 256, 1, 0, 0, 1, 1),
+        (32, 16, 8, 4, 8, True, 8, 16, 0, 1, 32, 64, 128, 1, 0, 0, 1, 1),
+        (64, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 2, 0, 0, 1, 1),
+        (128, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 1, 0, 0, 0, 1),
+        (256, 16, 8, 4, 6, True, 8, 16, 0, 1, 64, 64, 128, 1, 0, 0, 1, 1),
+        (1024, 16, 8, 4, 4, True, 8, 16, 1, 0, 128, 128, 64, 1, 1, 1, 1, 1),
+        (0, 16, 8, 8, 3, True, 8, 16, 1, 0, 128, 256, 64, 1, 1, 1, 1, 1),
     ),
 )
 
@@ -1454,6 +1518,10 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         raise PackageError(f"o_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
     tiles = cdiv(2048, launch.BLOCK_N)
     tiles *= cdiv(rows, launch.BLOCK_M)
+    shared = launch.SHARES > 1
+    shares = scratch("shares", shared * tiles * launch.SHARES * launch.BLOCK_M * launch.BLOCK_N, torch.float32)
+    arrived = scratch("arrived", shared * tiles, torch.int32, zero=True)
+    tiles *= launch.SHARES
     last = TILE_PROJECT_O_PROJ.bind(
         launch,
         (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
@@ -1463,6 +1531,8 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         b=b,
         active=index.active,
         spans=spans,
+        shares=shares,
+        arrived=arrived,
         y=y,
         y_tiles=y,
         rows=rows,
@@ -2916,7 +2986,7 @@ LIBRARY = {
     ),
     "o_proj": (
         ((129, 2147483648),),
-        ((129, 512),),
+        ((257, 512),),
     ),
 }
 LINEAR = {
