@@ -30,7 +30,7 @@ def bound(bind: _Binding) -> Callable:
         if launches is None:
             launches = _bind(bind, x, y, slot, batch, scratch)
             made = _Bound(_alike(x, y), launches, slot)
-            if made.alike.check(x, y):  # which one tensor given twice never is
+            if made.alike(x, y):  # which one tensor given twice never is
                 scratch.bound(batch).setdefault((launch, id(slot)), []).append(made)
         return launches(x, y)
 
@@ -42,25 +42,22 @@ def bound_before(
     function: Callable, x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
 ) -> Launches | None:
     """What `function` bound for tensors that differ from x and y in their address alone, and for such a batch."""
-    for of in scratch.bound(batch).get((function, id(slot)), ()):
-        if of.alike.check(x, y):
-            return of.launches
+    for alike, launches, _ in scratch.bound(batch).get((function, id(slot)), ()):
+        if alike(x, y):
+            return launches
     return None
 
 
-def _alike(x: torch.Tensor, y: torch.Tensor) -> TensorGuards:
+def _alike(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     """What tells whether two tensors are laid out as these: type, device, dtype, sizes and strides."""
-    return TensorGuards(
-        x, y,
-        dynamic_dims_sizes=[list(x.shape), list(y.shape)],
-        dynamic_dims_strides=[list(x.stride()), list(y.stride())],
-    )  # fmt: skip
+    sizes, strides = [list(x.shape), list(y.shape)], [list(x.stride()), list(y.stride())]
+    return TensorGuards(x, y, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 class _Bound(NamedTuple):
     """What was bound, for which tensors; with the slot tensors, which keys have by their id: so no others get it."""
 
-    alike: TensorGuards
+    alike: Callable[[torch.Tensor, torch.Tensor], bool]
     launches: Launches
     slot: tuple
 

@@ -43,9 +43,11 @@ class Together:
         if graph is not None and not hooks:  # a profiler's hooks want to see each kernel
             stream = graph.stream_of(graph.device)
             # a capture takes the kernels themselves, to chain them to others; the default stream is never captured
-            captured = stream and self.capturing()
-            if not captured and graph.launch([tensor.data_ptr() for tensor in tensors], stream) == 0:
-                return
+            if not stream or not self.capturing():
+                addresses = [tensor.data_ptr() for tensor in tensors]
+                told = addresses == graph.addresses or graph.told(addresses)
+                if told and graph.launch(graph.executable, stream) == 0:
+                    return
         # or not launched: a thread without a context, or what a launch by itself will raise
         self.run(*tensors)
         if graph is None and not hooks:
@@ -79,7 +81,7 @@ class _Graph:
         if len(set(self.addresses)) < len(tensors):
             raise _DriverError("tensors at one address are not told apart")
         graph, executable = _captured(run, tensors, self.cuda)
-        self.executable = executable.value
+        self.executable, self.launch = executable.value, self.cuda.cuGraphLaunch
         _alive += 1
         # atexit the driver may be gone before
         weakref.finalize(self, _destroy, self.cuda, graph, executable).atexit = False
@@ -88,22 +90,19 @@ class _Graph:
         if found != places:
             raise _DriverError(f"{found} of their parameters, not {places}, are found to say where tensors are")
 
-    def launch(self, addresses: list[int], stream: int) -> int:
-        """Launch on a stream for tensors at these addresses; returns the driver's error, 0 for none.
+    def told(self, addresses: list[int]) -> bool:
+        """Whether its kernels could be told that tensors are at these addresses.
 
         Raises Unaligned for one that starts on no 16 bytes.
         """
-        if addresses != self.addresses:
-            if any(address % ALIGN for address in addresses):
-                raise Unaligned
-            known, self.addresses = self.addresses, [0] * len(addresses)  # unless all kernels are told, none is known
-            moved = {at for at, address in enumerate(addresses) if address != known[at]}
-            for node in self.nodes:
-                error = node.tell(self.cuda, self.executable, addresses, moved)
-                if error:
-                    return error
-            self.addresses = addresses
-        return self.cuda.cuGraphLaunch(self.executable, stream)
+        if any(address % ALIGN for address in addresses):
+            raise Unaligned
+        known, self.addresses = self.addresses, [0] * len(addresses)  # unless all kernels are told, none is known
+        moved = {at for at, address in enumerate(addresses) if address != known[at]}
+        if any(node.tell(self.cuda, self.executable, addresses, moved) for node in self.nodes):
+            return False
+        self.addresses = addresses
+        return True
 
 
 class _NodeParams(ctypes.Structure):
