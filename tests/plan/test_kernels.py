@@ -1,6 +1,7 @@
 """Launch configurations: blocks fit their dimension, splits are whole, stages fit every target's shared memory."""
 
 from math import prod
+from pathlib import Path
 
 import plan_kit as kit
 import pytest
@@ -8,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from lorac.compile import plan_spec
 from lorac.plan import kernels
 from lorac.spec.backend import Kernel
 
+SPECS = Path(__file__).parents[2] / "specs"
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -145,6 +148,29 @@ def test_base_rows_are_summed_alike_beside_few_adapters_and_many(preset, max_ran
             assert firsts[1].tile == firsts[8].tile, (kernel.name, rows)
             of_few += firsts[1].stages != firsts[8].stages
     assert of_few or max_rank > 16
+
+
+@pytest.mark.parametrize("spec", sorted(path.stem for path in SPECS.glob("*.yaml")))
+def test_base_rows_are_summed_alike_with_adapters_and_without_by_committed_tables(spec):
+    """Where neither leaves them to the library: in as many shares of steps of as many inputs."""
+    compared = 0
+    plan = plan_spec(SPECS / f"{spec}.yaml").plan
+    for kernel in (of for backend in plan.backends for of in backend.kernels if of.stage == "tile_project"):
+        for rows in sorted({launch.rows for launch in kernel.launches} - {0}):
+            if kernel.leaves(rows, bare=True) or kernel.leaves(rows, bare=False):
+                continue
+            serving = [dict(of.tile) | {"rank": of.rank} for of in kernel.launches if not of.rows or rows <= of.rows]
+            bare = next(of for of in serving if not of["rank"])
+            for name in ("BLOCK_K", "SHARES"):
+                found = {of[name] for of in _firsts(serving)}
+                assert found == {bare[name]}, (kernel.name, rows, name)
+                compared += 1
+    assert compared or "fused" not in {backend.kind for backend in plan.backends} or spec.startswith("tiny")
+
+
+def _firsts(serving: list[dict]) -> list[dict]:
+    """The first of every rank."""
+    return [next(of for of in serving if of["rank"] == rank) for rank in {of["rank"] for of in serving}]
 
 
 def test_tiles_for_few_adapters_must_have_the_sizes_of_those_for_any():
