@@ -137,7 +137,7 @@ def sanitize(folder: Path, tool: str, timeout: int) -> int:
     outcome = f"it gives up, {unable}" if unable else outcome  # which it counts among what it has found
     print(f"{folder.name} {tool}: {outcome}, {time.perf_counter() - started:.0f} s", flush=True)
     if outcome != "clean":
-        print(said[:_SHOWN], "...", said[max(_SHOWN, len(said) - _SHOWN) :], sep="\n", flush=True)
+        print(said if len(said) <= 2 * _SHOWN else f"{said[:_SHOWN]}\n...\n{said[-_SHOWN:]}", flush=True)
     return {"clean": 0, "ERRORS": 1}.get(outcome, 2)
 
 
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("packages", nargs="+", type=Path, metavar="PACKAGE")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="this tool alone; may be repeated")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for each tool and package; default: 300")
-    parser.add_argument("--initcheck", action="store_true", help="what is run for it alone")
+    parser.add_argument("--initcheck", action="store_true", help=argparse.SUPPRESS)  # with --plain
     parser.add_argument("--plain", action="store_true", help="run the cases by themselves: what is run under a tool")
     args = parser.parse_args()
     for folder in args.packages:

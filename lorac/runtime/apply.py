@@ -104,6 +104,7 @@ def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Te
         )
     rows = _sized(x if x.dim() == 2 else x.reshape(-1, spec.in_features), spec, batch)
     # the kernels' loads are compiled for rows aligned as those of a contiguous tensor; a tile's rows lie apart
+    rows = _one_row_plain(rows)
     row, column = rows.stride()
     if column != 1 or not row or row % spec.aligned[0] or rows.data_ptr() % ALIGN:
         rows = rows.clone(memory_format=torch.contiguous_format)
@@ -141,12 +142,19 @@ def _target(y: torch.Tensor, rows: int, spec: Module, step: Step) -> torch.Tenso
             f"in {step.slots.dtype} on {step.device}"
         )
     try:
-        target = y.view(rows, spec.out_features)
+        target = _one_row_plain(y.view(rows, spec.out_features))
     except RuntimeError:
         raise ShapeError(f"{spec.name}: y has strides {y.stride()}; add works in place on rows evenly spaced") from None
     if target.stride(1) != 1:
         raise ShapeError(f"{spec.name}: y has strides {y.stride()}; its last dimension must be contiguous")
     return target
+
+
+def _one_row_plain(rows: torch.Tensor) -> torch.Tensor:
+    """One row has no row after it: however far apart they would be, it is bound for once."""
+    if rows.shape[0] == 1 and rows.stride(1) == 1:
+        return rows.as_strided(rows.shape, (rows.shape[1], 1))
+    return rows
 
 
 def _site(call: str, module: str, layer: int, step: Step) -> Site:

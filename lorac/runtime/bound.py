@@ -49,7 +49,10 @@ def bound_before(
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """What tells whether two tensors are laid out as these: type, device, dtype, sizes and strides."""
+    """What tells whether two tensors are laid out as these: type, device, dtype, sizes and strides.
+
+    Also whether they ask for gradients, and the modes of the thread (inference, autocast): each is bound for apart.
+    """
     sizes, strides = [list(x.shape), list(y.shape)], [list(x.stride()), list(y.stride())]
     return TensorGuards(x, y, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 

@@ -17,6 +17,17 @@ class Unaligned(Exception):
     """A tensor starts on no 16 bytes, as kernels are compiled to rely on; who passed it may pass a copy."""
 
 
+def aligned(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`run`, which is the library's, with tensors that bound kernels would take too; raises Unaligned for others."""
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        if any(tensor.data_ptr() % ALIGN for tensor in tensors):
+            raise Unaligned
+        return run(*tensors)
+
+    return call
+
+
 class Tiles:
     """A descriptor of tensors that differ in their address alone, made once: Triton's checks take microseconds.
 

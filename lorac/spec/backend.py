@@ -38,7 +38,7 @@ class Tile(_Declared):
     out_features: StrictInt | None = Field(None, ge=1, description="serves modules of up to this many output features")
     module: Identifier | None = Field(None, description="serves this module alone")
     fill: StrictInt | None = Field(
-        None, ge=1, le=100, description="serves where its programs keep this many percent of the multiprocessors busy"
+        None, ge=1, le=100, description="serves where its tiles are this many percent of the multiprocessors or more"
     )
     warps: Literal[1, 2, 4, 8, 16] = Field(4, description="warps of a program")
     stages: StrictInt = Field(2, ge=1, le=8, description="depth of software pipelining")

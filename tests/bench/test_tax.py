@@ -64,17 +64,26 @@ def test_a_backend_without_lora_would_not_be_timed(workload, monkeypatch):
     assert cell.contenders["torch"].problem.startswith("wrong")
 
 
-@pytest.mark.parametrize("spread, rounds", [(0.0, 1), (8.0, 6)])
+@pytest.mark.parametrize("spread, rounds", [(0.0, 1), (0.8, 3), (8.0, 6)])
 def test_what_is_in_doubt_is_timed_again(workload, monkeypatch, spread, rounds):
-    asked = []
+    """Until all samples together leave less of it, and no more often than that."""
+    asked, doubts, tax_of = [], [], tax.tax_of
 
     def noisy(graphs, seconds, least):
         asked.append(least)
         own = tuple(120.0 + spread * (at % 3 - 1) for at in range(least))
         return [Timing((100.0,) * least), Timing(own), Timing((200.0, 900.0) * (least // 2) + (200.0,))]
 
+    def noting(base, mine):
+        found = tax_of(base, mine)
+        doubts.append((len(mine), found[1]))
+        return found
+
     monkeypatch.setattr(tax, "interleaved", noisy)
+    monkeypatch.setattr(tax, "tax_of", noting)
     (cell,) = measure(workload, ["torch"], {"right": right}, [Batch(8, 2, 16, "lora")], 0.1, lambda *_: None)
     assert len(asked) == rounds, "a peer's doubt asks for no more"
+    assert [samples for samples, _ in doubts[:rounds]] == [15 * (at + 1) for at in range(rounds)]
+    assert all(doubt > tax.DOUBT_LIMIT / 2 for _, doubt in doubts[: rounds - 1])
+    assert rounds == 6 or doubts[rounds - 1][1] <= tax.DOUBT_LIMIT / 2
     assert cell.contenders["torch"].tax == pytest.approx(0.2)
-    assert (cell.contenders["torch"].doubt == 0) == (spread == 0)

@@ -234,6 +234,32 @@ def test_tensors_that_do_not_fit_are_refused_after_others_did(bench, step):
         add("up_proj", 0, x, y, step)
 
 
+@pytest.mark.parametrize("slots", [[-1], [1]], ids=["without adapters", "with one"])
+def test_the_library_is_given_what_kernels_would_be(bench, slots):
+    """Past the rows that have a kernel of their own, and after tensors that fit."""
+    step = bench.package.Step(bench.slots, "fused")
+    bench.prepare(step, slots, [200])
+    x, weight = bench.random(200, IN), bench.random(OUT, IN)
+    off, off_x = bench.random(OUT * IN + 1)[1:].view(OUT, IN), bench.random(200 * IN + 1)[1:].view(200, IN).copy_(x)
+    for _ in range(2):
+        with pytest.raises(ShapeError, match="starts on no 16 bytes"):
+            bench.package.linear("up_proj", 0, x, off, step)
+        made = bench.package.linear("up_proj", 0, x, weight, step)
+        assert torch.equal(bench.package.linear("up_proj", 0, off_x, weight, step), made)
+    if slots == [-1]:
+        assert {name for name, _ in bench.launched} == {"route"}, "the library has those"
+
+
+def test_one_row_is_bound_for_once_however_it_lies(bench, step):
+    bench.prepare(step, [0])
+    weight = bench.random(OUT, IN)
+    for apart in range(2, 6):
+        x, y = bench.random(1, apart, IN)[:, -1], torch.zeros(1, apart * OUT)[:, :OUT]
+        bench.package.add("up_proj", 0, x, y, step)
+        bench.package.linear("up_proj", 0, x, weight, step)
+    assert {len(made) for made in step.scratch.bound(step.batch).values()} == {1}
+
+
 def test_one_row_may_lie_as_it_likes_after_others_did_not(bench, step):
     """A tensor of one row is contiguous however far its rows would be apart."""
     bench.prepare(step, [0])

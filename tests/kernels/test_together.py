@@ -138,6 +138,18 @@ def test_captures_take_the_kernels_themselves(driver, capturing, tensors):
     assert len(plain) == 8 and len(driver.launched) == 1
 
 
+def test_profilers_see_each_kernel(driver, capturing, tensors, monkeypatch):
+    """Through their hooks: before a graph is made, which waits until they are gone, and after."""
+    plain, hook = [], together.triton.knobs.runtime.launch_enter_hook
+    run = launcher(plain)
+    for calls, launched in ((["hook"], 0), ([], 2), (["hook"], 2), ([], 7)):
+        monkeypatch.setattr(hook, "calls", calls)
+        for _ in range(5):
+            run(*tensors)
+        assert len(driver.launched) == launched
+    assert len(plain) == 5 + 3 + 5
+
+
 def test_the_default_stream_is_not_asked_whether_it_is_captured(driver, tensors, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(asked.append(driver.stream)))

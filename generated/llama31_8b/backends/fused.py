@@ -8,6 +8,7 @@ import triton.language as tl
 
 from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
+from lorac.runtime.compiled import aligned
 from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Kernel, Moving, cdiv, interpreted, nothing, processors
 from lorac.runtime.scratch import Scratch
@@ -767,7 +768,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         )
     if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"][batch.adapters > 0]):
         if not batch.adapters:
-            return torch.nn.functional.linear
+            return aligned(torch.nn.functional.linear)
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
     if batch.adapters and launch.RANK != shrink.RANK:
         raise PackageError(f"qkv_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
@@ -1321,7 +1322,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         )
     if any(least <= rows <= most for least, most in LIBRARY["o_proj"][batch.adapters > 0]):
         if not batch.adapters:
-            return torch.nn.functional.linear
+            return aligned(torch.nn.functional.linear)
     launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
     if batch.adapters and launch.RANK != shrink.RANK:
         raise PackageError(f"o_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
@@ -1886,7 +1887,7 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
         )
     if any(least <= rows <= most for least, most in LIBRARY["gate_up_proj"][batch.adapters > 0]):
         if not batch.adapters:
-            return torch.nn.functional.linear
+            return aligned(torch.nn.functional.linear)
     launch = TILE_PROJECT_GATE_UP_PROJ.pick(rows, batch.rank, batch.adapters)
     if batch.adapters and launch.RANK != shrink.RANK:
         raise PackageError(f"gate_up_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
@@ -2453,7 +2454,7 @@ def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, s
         )
     if any(least <= rows <= most for least, most in LIBRARY["down_proj"][batch.adapters > 0]):
         if not batch.adapters:
-            return torch.nn.functional.linear
+            return aligned(torch.nn.functional.linear)
     launch = TILE_PROJECT_DOWN_PROJ.pick(rows, batch.rank, batch.adapters)
     if batch.adapters and launch.RANK != shrink.RANK:
         raise PackageError(f"down_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
+from lorac.runtime.compiled import aligned
 from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Kernel, Moving, cdiv, interpreted, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
@@ -839,7 +840,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         )
     if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"][batch.adapters > 0]):
         if not batch.adapters:
-            return torch.nn.functional.linear
+            return aligned(torch.nn.functional.linear)
         expand = TILE_EXPAND_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
         if expand.RANK != shrink.RANK:
             raise PackageError(f"qkv_proj: h is written for rank {shrink.RANK}, and read for {expand.RANK}")
@@ -862,7 +863,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
             last(y)
             return y
 
-        return around_library
+        return aligned(around_library)
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
     if batch.adapters and launch.RANK != shrink.RANK:
         raise PackageError(f"qkv_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
@@ -1489,7 +1490,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         )
     if any(least <= rows <= most for least, most in LIBRARY["o_proj"][batch.adapters > 0]):
         if not batch.adapters:
-            return torch.nn.functional.linear
+            return aligned(torch.nn.functional.linear)
         expand = TILE_EXPAND_O_PROJ.pick(rows, batch.rank, batch.adapters)
         if expand.RANK != shrink.RANK:
             raise PackageError(f"o_proj: h is written for rank {shrink.RANK}, and read for {expand.RANK}")
@@ -1512,7 +1513,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
             last(y)
             return y
 
-        return around_library
+        return aligned(around_library)
     launch = TILE_PROJECT_O_PROJ.pick(rows, batch.rank, batch.adapters)
     if batch.adapters and launch.RANK != shrink.RANK:
         raise PackageError(f"o_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
+from lorac.runtime.compiled import aligned
 from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
@@ -669,7 +670,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         )
     if any(least <= rows <= most for least, most in LIBRARY["qkv_proj"][batch.adapters > 0]):
         if not batch.adapters:
-            return torch.nn.functional.linear
+            return aligned(torch.nn.functional.linear)
     launch = TILE_PROJECT_QKV_PROJ.pick(rows, batch.rank, batch.adapters)
     if batch.adapters and launch.RANK != shrink.RANK:
         raise PackageError(f"qkv_proj: h is written for rank {shrink.RANK}, and read for {launch.RANK}")
