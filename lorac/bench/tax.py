@@ -108,14 +108,14 @@ def _cell(workload: Workload, backends: list[str], peers: dict[str, Peer], batch
 
 def _timed(graphs: dict[str, torch.cuda.CUDAGraph], backends: list[str], seconds: float) -> dict[str, Timing]:
     """Times of all, of the base under ""; again and again, within bounds, while some backend's tax is in doubt."""
-    timings = [Timing(())] * len(graphs)
+    samples: dict[str, tuple[float, ...]] = dict.fromkeys(graphs, ())
     for _ in range(_MOST_ROUNDS):
         more = interleaved(list(graphs.values()), seconds, _LEAST)
-        timings = [Timing(before.samples + now.samples) for before, now in zip(timings, more, strict=True)]
-        of = dict(zip(graphs, timings, strict=True))
-        if all(tax_of(of[""].samples, of[name].samples)[1] <= DOUBT_LIMIT / 2 for name in backends if name in of):
+        samples = {name: samples[name] + timing.samples for name, timing in zip(graphs, more, strict=True)}
+        doubts = [tax_of(samples[""], samples[name])[1] for name in backends if name in graphs]
+        if max(doubts, default=0.0) <= DOUBT_LIMIT / 2:
             break
-    return of
+    return {name: Timing(of) for name, of in samples.items()}
 
 
 def _judged(batch: Batch, timings: dict[str, Timing], errors, contenders: dict[str, Contender], layers: int) -> Cell:

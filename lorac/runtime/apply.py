@@ -95,20 +95,24 @@ def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Te
         # the last token of each row of a batch is strided, and the kernels step from one id to the next
         if x.device != step.device:
             raise ShapeError(f"{spec.name}: x is on {x.device}, expected token ids on {step.device}")
-        ids = x.reshape(-1).to(torch.int64).contiguous()
-        return _sized(ids.clone() if ids.data_ptr() % ALIGN else ids, spec, batch)
+        return _sized(plain(x.reshape(-1), torch.int64), spec, batch)
     if x.dtype != step.slots.dtype or x.shape[-1] != spec.in_features or x.device != step.device:
         raise ShapeError(
             f"{spec.name}: x is {list(x.shape)} {x.dtype} on {x.device}, expected [..., {spec.in_features}] "
             f"{step.slots.dtype} on {step.device}"
         )
-    rows = _sized(x if x.dim() == 2 else x.reshape(-1, spec.in_features), spec, batch)
+    rows = _one_row_plain(_sized(x if x.dim() == 2 else x.reshape(-1, spec.in_features), spec, batch))
     # the kernels' loads are compiled for rows aligned as those of a contiguous tensor; a tile's rows lie apart
-    rows = _one_row_plain(rows)
     row, column = rows.stride()
     if column != 1 or not row or row % spec.aligned[0] or rows.data_ptr() % ALIGN:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows
+
+
+def plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in that dtype, contiguous and aligned as kernels need it; copied where it is not."""
+    made = tensor.to(dtype).contiguous()
+    return made.clone() if made.data_ptr() % ALIGN else made
 
 
 def _sized(rows: torch.Tensor, spec: Module, batch: Batch) -> torch.Tensor:

@@ -8,7 +8,7 @@ import triton
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGN = 16  # bytes
+ALIGN = 16  # bytes on which tensors start that kernels take: they are compiled to rely on it
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _MOST = 100  # percent
 
@@ -17,10 +17,10 @@ class Unaligned(Exception):
     """A tensor starts on no 16 bytes, as kernels are compiled to rely on; who passed it may pass a copy."""
 
 
-def aligned(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`run`, which is the library's, with tensors that bound kernels would take too; raises Unaligned for others."""
+def aligned(run: Callable) -> Callable:
+    """`run`, the library's say, for the tensors that bound kernels take; raises Unaligned for others."""
 
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
+    def call(*tensors: torch.Tensor) -> object:
         if any(tensor.data_ptr() % ALIGN for tensor in tensors):
             raise Unaligned
         return run(*tensors)

@@ -6,7 +6,8 @@ and topk_weights [rows, top_k]. A pair is a row and one of its experts, number r
 
 import torch
 
-from lorac.runtime.apply import rows_of
+from lorac.runtime.apply import plain, rows_of
+from lorac.runtime.compiled import ALIGN
 from lorac.runtime.errors import PackageError, ShapeError
 from lorac.runtime.layout import Module
 from lorac.runtime.step import Step
@@ -97,7 +98,7 @@ def _weight(weight: torch.Tensor, of: Module, name: str, step: Step) -> None:
             f"{name} is {list(weight.shape)} {weight.dtype} on {weight.device}, expected {list(shape)} "
             f"{step.slots.dtype} on {step.device}"
         )
-    if not weight.is_contiguous() or weight.data_ptr() % 16:
+    if not weight.is_contiguous() or weight.data_ptr() % ALIGN:
         raise ShapeError(f"{name} has strides {weight.stride()}; it must be contiguous and aligned to 16 bytes")
 
 
@@ -113,13 +114,8 @@ def _routing(
             )
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise ShapeError(f"topk_ids is {topk_ids.dtype}, expected torch.int32 or torch.int64")
-    weights = None if topk_weights is None else _plain(topk_weights, torch.float32)
-    return _plain(topk_ids, torch.int32), weights
-
-
-def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    made = tensor.to(dtype).contiguous()
-    return made if made.data_ptr() % 16 == 0 else made.clone()
+    weights = None if topk_weights is None else plain(topk_weights, torch.float32)
+    return plain(topk_ids, torch.int32), weights
 
 
 def _inputs(x: torch.Tensor, of: Module, step: Step, batch: Batch, pairs: int) -> torch.Tensor:
@@ -131,7 +127,7 @@ def _inputs(x: torch.Tensor, of: Module, step: Step, batch: Batch, pairs: int) -
             f"{of.name}: x is {list(x.shape)} {x.dtype}, expected {pairs} pairs of {of.in_features} in "
             f"{step.slots.dtype}"
         )
-    return _plain(x.reshape(pairs, of.in_features), x.dtype)
+    return plain(x.reshape(pairs, of.in_features), x.dtype)
 
 
 def _live(rows: int, of: Module, batch: Batch) -> None:
@@ -142,7 +138,7 @@ def _live(rows: int, of: Module, batch: Batch) -> None:
 def _target(y: torch.Tensor, pairs: int, of: Module, step: Step) -> torch.Tensor:
     """y as [pairs, out_features], sharing its memory."""
     fits = y.dtype == step.slots.dtype and y.shape[-1] == of.out_features and y.numel() == pairs * of.out_features
-    if not fits or not y.is_contiguous() or y.data_ptr() % 16:
+    if not fits or not y.is_contiguous() or y.data_ptr() % ALIGN:
         raise ShapeError(
             f"{of.name}: y is {list(y.shape)} {y.dtype} with strides {y.stride()}, expected {pairs} contiguous pairs "
             f"of {of.out_features} in {step.slots.dtype}, for it is changed in place"

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lorac.runtime.compiled import ALIGN, Compiled, Tiles, Unaligned
+from lorac.runtime.compiled import ALIGN, Compiled, Tiles, aligned
 from lorac.runtime.errors import CaptureError, PackageError
 
 _ELEMENT = {
@@ -136,7 +136,7 @@ class Kernel:
         """
         moving = [name for name, value in arguments.items() if isinstance(value, Moving)]
         if interpreted():
-            return self._interpret(launch, grid, arguments, moving)
+            return aligned(lambda *of: self.run(launch, grid, **arguments | dict(zip(moving, of, strict=True))))
         if not all(grid):
             return nothing
         device = torch.cuda.current_device()
@@ -153,14 +153,6 @@ class Kernel:
                 value = value.data_ptr()  # of a tensor, the launcher would ask the driver where it is
             values.append(value)
         return compiled.bound(grid, device, values, places)
-
-    def _interpret(self, launch: Launch, grid: tuple[int, ...], arguments: dict, moving: list[str]):
-        def call(*tensors: torch.Tensor) -> None:
-            if any(tensor.data_ptr() % ALIGN for tensor in tensors):
-                raise Unaligned
-            self.run(launch, grid, **arguments | dict(zip(moving, tensors, strict=True)))
-
-        return call
 
     def _found(self, launch: Launch, device: int, arguments: dict) -> Compiled:
         compiled = self._compiled.get((launch, device))
@@ -198,7 +190,7 @@ class Kernel:
             fn=self.function,
             signature={**self.signature(launch), **dict.fromkeys(constants, "constexpr")},
             constexprs=constants,
-            attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
+            attrs={(index,): [["tt.divisibility", ALIGN]] for index in pointers},
         )
 
     def signature(self, launch: Launch) -> dict[str, str]:

@@ -27,6 +27,7 @@ class Driver:
         self.memory = [[ctypes.create_string_buffer(value, len(value)) for value in of] for of in self.kernels]
         self.pointers = [(ctypes.c_void_p * len(of))(*map(ctypes.addressof, of)) for of in self.memory]
         self.told, self.launched, self.result, self.stuck = [], [], 0, 0
+        self.active, self.stream = self, 7
 
     def get_current_stream(self, device: int) -> int:
         return self.stream
@@ -83,7 +84,6 @@ def driver(tensors, monkeypatch):
     monkeypatch.setattr(together, "_captured", lambda run, tensors, cuda: (handle, handle))
     monkeypatch.setattr(together, "_nodes", lambda cuda, graph: [1, 2])
     monkeypatch.setattr(together, "_destroy", lambda *of: None)
-    driver.active, driver.stream = driver, 7
     monkeypatch.setattr(together, "driver", driver)
     monkeypatch.setattr(together, "_alive", 0)
     monkeypatch.setattr(together, "OFTEN", 3)
