@@ -67,10 +67,14 @@ def dependent_kernels(package, backend: str = "fused") -> list[str]:
     return [kernel.name for kernel in module.KERNELS if any(launch.pdl for launch in kernel.launches)]
 
 
-def lingering(source: str, delays: Delays, waits: bool) -> str:
-    """A backend's source in which a kernel lingers wherever it has let its dependents go; without `waits`, none waits.
+_WAIT = re.compile(r"\btl\.extra\.cuda\.gdc_wait\(\)|(?:@\w+ )?\bgriddepcontrol\.wait;")
 
-    Functions that several kernels share linger where they are called. Lines keep their numbers.
+
+def lingering(source: str, delays: Delays, waits: bool) -> str:
+    """A backend's source in which a kernel lingers when it has let its dependents go; without `waits`, none waits.
+
+    That is where it lets them go, or where that is part of a value, before it stores. Functions that several kernels
+    share linger where they are called. Lines keep their numbers.
     """
     lines = source.encode().splitlines(keepends=True)
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
@@ -82,25 +86,30 @@ def lingering(source: str, delays: Delays, waits: bool) -> str:
         function.name: max((name for name in delays.kernels if name in function.name), key=len, default="")
         for function in functions
     }
-    shared = [node.name for node in functions if not owners[node.name] and "launch_dependents" in text(node)]
-    let_go = re.compile("|".join(["launch_dependents", *(rf"\b{name}\(" for name in shared)]))
-    places = [
-        (node.end_lineno, node.end_col_offset, owners[function.name])
-        for function in functions
-        for node in ast.walk(function)
-        if owners[function.name]
-        and isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and let_go.search(text(node))
-    ]
+
+    def either(pattern: str) -> re.Pattern:
+        """That, or a call of what has it and several kernels share."""
+        shared = [node.name for node in functions if not owners[node.name] and re.search(pattern, text(node))]
+        return re.compile("|".join([pattern, *(rf"\b{name}\(" for name in shared)]))
+
+    let_go, wait = either("launch_dependents"), either(_WAIT.pattern)
+    places = []
+    for function in (of for of in functions if owners[of.name]):
+        for node in (of for of in ast.walk(function) if isinstance(of, ast.Expr) and isinstance(of.value, ast.Call)):
+            if let_go.search(text(node)):
+                places.append((node.end_lineno, node.end_col_offset, "; {}", owners[function.name]))
+            elif "_once_there(" in text(function) and text(node).lstrip().startswith("_store"):
+                places.append((node.lineno, node.col_offset, "{}; ", owners[function.name]))
     assert {owner for *_, owner in places} == set(delays.kernels), "a kernel has no place to linger in"
-    for line, column, owner in sorted(places, reverse=True):
+    for line, column, form, owner in sorted(places, reverse=True):
         old = lines[line - 1]
-        lines[line - 1] = old[:column] + f"; _linger({delays.address(owner)})".encode() + old[column:]
+        call = form.format(f"_linger({delays.address(owner)})").encode()
+        lines[line - 1] = old[:column] + call + old[column:]
     changed = b"".join(lines).decode()
     if not waits:
-        changed, count = re.subn(r"\btl\.extra\.cuda\.gdc_wait\(\)|\bgriddepcontrol\.wait;", _no_wait, changed)
-        assert count >= len(delays.kernels), f"{count} waits found"
+        waiting = {owners[function.name] for function in functions if wait.search(text(function))}
+        assert waiting >= set(delays.kernels), "a kernel does not wait"
+        changed = _WAIT.sub(_no_wait, changed)
     return changed + LINGER
 
 

@@ -227,7 +227,8 @@ def test_what_fills_too_little_of_the_gpu_is_left_to_the_library():
                 assert classes[1] == classes[2], "one tile whatever the adapters"
                 own = {rows for rows in classes[1] if rows and not kernel.leaves(rows, bare=True)}
                 if left[kernel.module, bool(targets)][:1] != [(1, 1024)]:
-                    assert own and classes[0] == own, "base rows keep their bits where the library has none of them"
+                    # neighbouring classes may launch the same, and are one then
+                    assert classes[0] <= own and max(classes[0]) == max(own), "base rows keep their bits there"
     anywhere = [left[name, targeted] for name, targeted in left if name == "wide_proj" or not targeted]
     assert all(of == anywhere[0] for of in anywhere), "nobody said how many, or there are enough"
     assert left["tiny_proj", True] == [(1, 1024)] and left["narrow_proj", True] == [(257, 1024)]

@@ -30,15 +30,23 @@ def _tile_of(number, tiles_m, TILES: tl.constexpr):
 
 
 @triton.jit
-def _wait_in_loop():
-    """`gdc_wait`, as Triton 3.6 has it: 3.9 pipelines no loop with what it has for it."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+def _once_there(k, step, awaited, let_go):
+    """k, with step `awaited` once the launch before is done; with step `let_go` the one after may begin.
 
-
-@triton.jit
-def _let_go_in_loop():
-    """`gdc_launch_dependents`, likewise."""
-    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+    A value among others: as a branch it would be taken before all loads of a step, and Triton 3.9 pipelines no loop
+    with what it has for these.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .pred now;
+            setp.eq.s32 now, $2, $3;
+            @now griddepcontrol.wait;
+            setp.eq.s32 now, $2, $4;
+            @now griddepcontrol.launch_dependents;
+            mov.b32 $0, $1;
+        }""",
+        "=r,r,r,r,r", [k, step, awaited, let_go], tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 SPAN = tl.constexpr(64)  # columns that one bit of `spans` stands for
@@ -230,7 +238,7 @@ def _tile_project_qkv_proj_tile(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: x or h may still be on its way.
 
     `only`: the slot of a batch of one adapter, where its steps over h are found by that.
     """
@@ -261,7 +269,12 @@ def _tile_project_qkv_proj_tile(
     first_n = start + tile_in_slice * BLOCK_N
     left = _groups(spans, first_row, rows, BLOCK_M, BLOCK_K) if SPARSE else 0
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(STEPS + most):
+    begin = 0
+    end = STEPS + most
+    # With adapters x is there, for the shrink has waited for it before this launch began.
+    awaited = tl.maximum(begin, STEPS) if ACTIVE > 0 else begin
+    let_go = (awaited if ACTIVE > 0 else end - 1) if EARLY else -1
+    for step in range(begin, end):
         k = step * BLOCK_K
         from_row = first_row
         row_tiles = x
@@ -269,18 +282,15 @@ def _tile_project_qkv_proj_tile(
         if ACTIVE > 0:
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
-                if LATE:
-                    _wait_in_loop()
-                    if EARLY:
-                        _let_go_in_loop()
-                    if ACTIVE == 1:
-                        only = _not_before(only)
+                if LATE and ACTIVE == 1:
+                    only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
-        row_tile = row_tiles.load([from_row, k])
+        # W and B, which no launch writes, are asked for before x or h is there
         column_tile = column_tiles.load([first_n, k])
+        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if LATE else k])
         if WIDE:
             acc = tl.dot(column_tile, row_tile.T, acc)
         else:
@@ -307,15 +317,11 @@ def tile_project_qkv_proj(
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end. WHOLE: tiles are stored by descriptor.
+    after may begin with the steps over h, or the last over x, not at the end. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     # where a step may be spared
     DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
-    # h comes from the launch before, which has itself waited for x
-    LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
-    if PDL and not LATE:
-        tl.extra.cuda.gdc_wait()
     # before the loads of the first steps, behind which it would queue
     only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
@@ -327,16 +333,16 @@ def tile_project_qkv_proj(
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_qkv_proj_tile(
                 number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, PDL,
             )  # fmt: skip
     else:
         _tile_project_qkv_proj_tile(
             tl.program_id(0), x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, LATE,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WHOLE, EARLY, PDL,
         )  # fmt: skip
-    if LATE and DYNAMIC:
+    if PDL and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
-    if PDL and not (LATE and EARLY):
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -358,7 +364,7 @@ TILE_PROJECT_QKV_PROJ = Kernel(
         # rows, rank, adapters, warps, stages, pdl, then the constants
         (16, 0, 0, 4, 4, True, 0, 0, 0, 1, 16, 64, 256, 0, 0, 1, 1),
         (32, 0, 0, 4, 6, True, 0, 0, 0, 1, 32, 64, 128, 0, 0, 1, 1),
-        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 1, 1),
+        (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 0, 0, 0, 1),
         (128, 0, 0, 4, 4, True, 0, 0, 0, 1, 128, 64, 128, 0, 0, 0, 1),
         (16, 16, 1, 4, 4, True, 1, 16, 0, 1, 16, 64, 256, 0, 0, 1, 1),
         (32, 16, 1, 4, 6, True, 1, 16, 0, 1, 32, 64, 128, 0, 0, 1, 1),
@@ -906,7 +912,7 @@ def _tile_project_o_proj_tile(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: h may still be on its way.
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: x or h may still be on its way.
 
     `only`: the slot of a batch of one adapter, where its steps over h are found by that.
     """
@@ -928,8 +934,13 @@ def _tile_project_o_proj_tile(
     ALL: tl.constexpr = STEPS + (128 + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (ALL + SHARES - 1) // SHARES
     share = tl.program_id(0) % SHARES
+    begin = share * SHARE
+    end = begin + SHARE if SHARES > 1 else STEPS + most
+    # With adapters x is there, for the shrink has waited for it before this launch began.
+    awaited = tl.maximum(begin, STEPS) if ACTIVE > 0 else begin
+    let_go = (awaited if ACTIVE > 0 else end - 1) if EARLY else -1
     for turn in range(SHARE if SHARES > 1 else STEPS + most):
-        step = share * SHARE + turn
+        step = begin + turn
         k = step * BLOCK_K
         from_row = first_row
         row_tiles = x
@@ -937,18 +948,15 @@ def _tile_project_o_proj_tile(
         if ACTIVE > 0:
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
-                if LATE:
-                    _wait_in_loop()
-                    if EARLY:
-                        _let_go_in_loop()
-                    if ACTIVE == 1:
-                        only = _not_before(only)
+                if LATE and ACTIVE == 1:
+                    only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
-        row_tile = row_tiles.load([from_row, k])
+        # W and B, which no launch writes, are asked for before x or h is there
         column_tile = column_tiles.load([first_n, k])
+        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if LATE else k])
         if WIDE:
             acc = tl.dot(column_tile, row_tile.T, acc)
         else:
@@ -980,16 +988,12 @@ def tile_project_o_proj(
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, not at the end. SHARES: programs that share a tile's steps, and then its
-    rows. WHOLE: tiles are stored by descriptor.
+    after may begin with the steps over h, or the last over x, not at the end. SHARES: programs that share a tile's
+    steps, and then its rows. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     # where a step may be spared
     DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
-    # h comes from the launch before, which has itself waited for x
-    LATE: tl.constexpr = PDL > 0 and ACTIVE > 0
-    if PDL and not LATE:
-        tl.extra.cuda.gdc_wait()
     # before the loads of the first steps, behind which it would queue
     only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
@@ -999,16 +1003,16 @@ def tile_project_o_proj(
         for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _tile_project_o_proj_tile(
                 number, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
-                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, WHOLE, EARLY, LATE,
+                ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, WHOLE, EARLY, PDL,
             )  # fmt: skip
     else:
         _tile_project_o_proj_tile(
             tl.program_id(0) // SHARES, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
-            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, WHOLE, EARLY, LATE,
+            ACTIVE, RANK, DYNAMIC, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SHARES, WHOLE, EARLY, PDL,
         )  # fmt: skip
-    if LATE and DYNAMIC:
+    if PDL and DYNAMIC:
         tl.extra.cuda.gdc_wait()  # also where no row has an adapter: the next launch takes it that all before are done
-    if PDL and not (LATE and EARLY):
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -1033,7 +1037,7 @@ TILE_PROJECT_O_PROJ = Kernel(
         (16, 0, 0, 4, 5, True, 0, 0, 0, 1, 16, 64, 256, 1, 0, 0, 1, 1),
         (32, 0, 0, 4, 8, True, 0, 0, 0, 1, 32, 64, 128, 1, 0, 0, 1, 1),
         (64, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 2, 0, 0, 1, 1),
-        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 1, 0, 0, 0, 1),
+        (128, 0, 0, 4, 6, True, 0, 0, 0, 1, 64, 64, 128, 1, 0, 0, 1, 1),
         (16, 16, 1, 4, 5, True, 1, 16, 0, 1, 16, 64, 256, 1, 0, 0, 1, 1),
         (32, 16, 1, 4, 8, True, 1, 16, 0, 1, 32, 64, 128, 1, 0, 0, 1, 1),
         (64, 16, 1, 4, 6, True, 1, 16, 0, 1, 64, 64, 128, 2, 0, 0, 1, 1),
