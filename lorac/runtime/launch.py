@@ -6,11 +6,12 @@ plan has fixed; a compiled kernel called directly costs well under one.
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 import triton
+from torch._C._dynamo import guards
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -44,6 +45,15 @@ def processors(device: int) -> int:
 def cdiv(a: int, b: int) -> int:
     """Ceiling division of whole numbers. Triton's own costs microseconds on the host."""
     return -(-a // b)
+
+
+def empty_rows(rows: int, columns: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """What makes a tensor [rows, columns] on the current device, or in the interpreter on the CPU.
+
+    As torch's compiled code makes its own: past the dispatcher, which takes longer than the allocator.
+    """
+    make = guards._empty_strided_cpu if interpreted() else guards._empty_strided_cuda
+    return partial(make, (rows, columns), (columns, 1), dtype)
 
 
 def nothing(*tensors: torch.Tensor) -> None:

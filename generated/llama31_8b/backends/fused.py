@@ -10,7 +10,7 @@ from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
 from lorac.runtime.compiled import aligned
 from lorac.runtime.errors import PackageError
-from lorac.runtime.launch import Kernel, Moving, cdiv, interpreted, nothing, processors
+from lorac.runtime.launch import Kernel, Moving, cdiv, empty_rows, interpreted, nothing, processors
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Bounds
 from lorac.runtime.together import together
@@ -799,8 +799,10 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         first(x)
         last(x, weight, y, y)
 
+    new = empty_rows(rows, 6144, torch.bfloat16)
+
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(rows, 6144)
+        y = new()
         launch_both(x, weight, y)
         return y
 
@@ -1350,8 +1352,10 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         first(x)
         last(x, weight, y, y)
 
+    new = empty_rows(rows, 4096, torch.bfloat16)
+
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(rows, 4096)
+        y = new()
         launch_both(x, weight, y)
         return y
 
@@ -1913,8 +1917,10 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
         first(x)
         last(x, weight, y, y)
 
+    new = empty_rows(rows, 28672, torch.bfloat16)
+
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(rows, 28672)
+        y = new()
         launch_both(x, weight, y)
         return y
 
@@ -2484,8 +2490,10 @@ def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, s
         first(x)
         last(x, weight, y, y)
 
+    new = empty_rows(rows, 4096, torch.bfloat16)
+
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(rows, 4096)
+        y = new()
         launch_both(x, weight, y)
         return y
 

@@ -12,7 +12,7 @@ from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
 from lorac.runtime.compiled import aligned
 from lorac.runtime.errors import PackageError
-from lorac.runtime.launch import Kernel, Moving, cdiv, interpreted, nothing, processors
+from lorac.runtime.launch import Kernel, Moving, cdiv, empty_rows, interpreted, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Batch, Bounds
@@ -894,8 +894,10 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         first(x)
         last(x, weight, y, y)
 
+    new = empty_rows(rows, 5120, torch.bfloat16)
+
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(rows, 5120)
+        y = new()
         launch_both(x, weight, y)
         return y
 
@@ -1548,8 +1550,10 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         first(x)
         last(x, weight, y, y)
 
+    new = empty_rows(rows, 2048, torch.bfloat16)
+
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(rows, 2048)
+        y = new()
         launch_both(x, weight, y)
         return y
 

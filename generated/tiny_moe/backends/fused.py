@@ -10,7 +10,7 @@ from lorac.runtime.bound import Launches, bound
 from lorac.runtime.buffers import Instance
 from lorac.runtime.compiled import aligned
 from lorac.runtime.errors import PackageError
-from lorac.runtime.launch import Kernel, Moving, cdiv, nothing, processors
+from lorac.runtime.launch import Kernel, Moving, cdiv, empty_rows, nothing, processors
 from lorac.runtime.pairs import MOST_SHARES, block_cap, group_cap, table_size
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.ticket import Batch, Bounds
@@ -699,8 +699,10 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         first(x)
         last(x, weight, y)
 
+    new = empty_rows(rows, 128, torch.float32)
+
     def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(rows, 128)
+        y = new()
         launch_both(x, weight, y)
         return y
 
