@@ -86,6 +86,9 @@ class Engine:
         """Bytes of device memory in use, to be compared before and after."""
         return 0
 
+    def release(self) -> None:
+        """Give back the device memory that nothing holds."""
+
     def _on_stream(self):
         raise NotImplementedError
 

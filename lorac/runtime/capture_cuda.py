@@ -28,6 +28,10 @@ class CudaEngine(Engine):
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
+    def release(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         # the current device need not be the model's, and the default stream cannot be captured
@@ -37,8 +41,7 @@ class CudaEngine(Engine):
             with torch.cuda.stream(self.side):
                 yield
             caller.wait_stream(self.side)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what warm-ups used
+            self.release()
 
     def _recording(self, run: Callable[[], object], breakable: bool, watch: HostWatch) -> Recording:
         return CudaRecording(self, breakable, watch)

@@ -54,7 +54,7 @@ class Graphs:
         self._kernels = (step.tables.ROUTE, *step.backend.KERNELS)
 
     def capture(self, buckets: Iterable[int] | None = None) -> None:
-        """Capture every graph of the table, or those of some buckets, each after a warm-up at its own shape.
+        """Capture every graph of the table, or those of some buckets, after a warm-up of each at its own shape.
 
         Withdraws the step's ticket. Raises CaptureError, with the line that did it, where the forward does what a graph
         cannot contain.
@@ -64,14 +64,22 @@ class Graphs:
         self._recordings, self._unchecked = {}, set()  # the memory of earlier graphs is free before new ones take more
         self._stats.costs.clear()
         self.inputs.check_room(max((bucket for bucket, _ in table), default=0))
-        progress = Progress(self._stats.name, len(table))
+        keys = [GraphKey(bucket, variant, self.step.stream) for bucket, variant in table]
+        progress, engine = Progress(self._stats.name, 2 * len(keys)), self.step.engine
         self.inputs.clear()
         try:
-            with torch.no_grad(), self.step.engine.session():
-                for bucket, variant in table:
-                    key = GraphKey(bucket, variant, self.step.stream)
-                    progress.step(key)
-                    self._capture_one(key)
+            with torch.no_grad(), engine.session():
+                warmed: dict[GraphKey, float] = {}
+                # all before the first capture: a graph would hold scratch that a later warm-up outgrows
+                with self.step.scratch.growing(engine.release):
+                    for key in keys:
+                        progress.step("warming up", key)
+                        started = time.perf_counter()
+                        engine.warm(self._run_of(key))
+                        warmed[key] = time.perf_counter() - started
+                for key in keys:
+                    progress.step("capturing", key)
+                    self._capture_one(key, warmed[key])
         finally:
             progress.close()
         self._addresses = self.inputs.addresses(self.forward)
@@ -112,19 +120,21 @@ class Graphs:
     def _describe(self, key: GraphKey):
         return self.step.describe(self.phase, key.bucket, key.variant)
 
-    def _capture_one(self, key: GraphKey) -> None:
-        engine, started = self.step.engine, time.perf_counter()
+    def _run_of(self, key: GraphKey) -> Callable[[], object]:
+        """The forward over the static inputs, for a batch as the graph serves them."""
         batch = self._describe(key)
 
         def run():
             with self.step.using(batch):
                 return self.inputs.call(self.forward, key.bucket)
 
-        engine.warm(run)
-        before = engine.reserved()
-        recording = engine.record(run, self.breakable)
-        pieces = (len(recording.items) + 1) // 2
-        self._stats.costs[key] = Cost(engine.reserved() - before, time.perf_counter() - started, pieces)
+        return run
+
+    def _capture_one(self, key: GraphKey, warmed: float) -> None:
+        engine, started, before = self.step.engine, time.perf_counter(), self.step.engine.reserved()
+        recording = engine.record(self._run_of(key), self.breakable)
+        pieces, seconds = (len(recording.items) + 1) // 2, warmed + time.perf_counter() - started
+        self._stats.costs[key] = Cost(engine.reserved() - before, seconds, pieces)
         self._recordings[key] = recording
         self._unchecked.add(key)
 

@@ -1,5 +1,8 @@
 """Scratch tensors by name, and the launches that are bound to their addresses."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 from lorac.runtime.capture import capturing
@@ -18,6 +21,7 @@ class Scratch:
         self.replaced = 0  # tensors that another has taken the place of
         self._tensors: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
+        self._zeros: set[str] = set()  # those that are zero when they are new
         # by kind of batch: what was bound, and the map, which the kind has by its id: so no other gets it
         self._bound: dict[tuple, tuple[dict[tuple, list], RowMap]] = {}
         self._batch: Batch | None = None
@@ -37,9 +41,34 @@ class Scratch:
             self._outgrown.append(held)
             self.replaced += 1
             self.forget()
-        make = torch.zeros if zero else torch.empty
-        self._tensors[name] = make(elements, dtype=dtype, device=self.device)
+        if zero:
+            self._zeros.add(name)
+        self._make(name, elements, dtype)
         return self._tensors[name]
+
+    @contextmanager
+    def growing(self, release: Callable[[], None]) -> Iterator[None]:
+        """Inside, batches of many sizes are warmed up, none captured; then what grew is made anew at its final size.
+
+        So graphs captured after need none that another outgrew, and none lies among the warm-ups' own tensors, whose
+        memory the allocator could not give back for it. `release` gives back what nothing holds.
+        """
+        held, outgrown = dict(self._tensors), list(self._outgrown)
+        yield
+        grown = {name: tensor for name, tensor in self._tensors.items() if held.get(name) is not tensor}
+        sizes = {name: (tensor.numel(), tensor.dtype) for name, tensor in grown.items()}
+        self._outgrown = outgrown + [held[name] for name in grown if name in held]  # earlier graphs may need these
+        for name in grown:
+            del self._tensors[name]
+        grown.clear()
+        self.forget()
+        release()
+        for name, (elements, dtype) in sizes.items():
+            self._make(name, elements, dtype)
+
+    def _make(self, name: str, elements: int, dtype: torch.dtype) -> None:
+        make = torch.zeros if name in self._zeros else torch.empty
+        self._tensors[name] = make(elements, dtype=dtype, device=self.device)
 
     def tensors(self) -> list[torch.Tensor]:
         """Those in use."""

@@ -63,12 +63,13 @@ class Progress:
         self.name, self.total, self.done = name, total, 0
         self.shown = sys.stderr is not None and sys.stderr.isatty()
 
-    def step(self, key: GraphKey) -> None:
-        """Show that `key` is being captured."""
+    def step(self, doing: str, key: GraphKey) -> None:
+        """Show what is being done with `key`."""
         if self.shown:
             filled = 24 * self.done // self.total
             bar = "#" * filled + "." * (24 - filled)
-            print(f"\r\033[K{self.name} [{bar}] {self.done}/{self.total} {key}", end="", file=sys.stderr, flush=True)
+            line = f"\r\033[K{self.name} [{bar}] {self.done}/{self.total} {doing} {key}"
+            print(line, end="", file=sys.stderr, flush=True)
         self.done += 1
 
     def close(self) -> None:

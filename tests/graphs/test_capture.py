@@ -1,6 +1,7 @@
 """What a captured forward must not do is caught, and reported with its line."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -74,7 +75,31 @@ def test_scratch_does_not_grow_in_a_capture(server):
 
     with pytest.raises(CaptureError, match="scratch 'late' would grow"):
         s.package.DecodeGraphs(forward, s.step, torch.zeros(8, 32)).capture([1])
-    assert seen == [False, True]
+    assert seen[-1] and not any(seen[:-1])
+
+
+def test_graphs_hold_no_scratch_that_another_outgrew(server):
+    s = server("csgmv")
+    made = {True: [], False: []}  # by whether it was captured
+
+    def capture(elements: int):
+        def forward(x):
+            # the more, the fewer rows: larger buckets come first
+            made[capturing()].append(weakref.ref(s.step.scratch("mine", elements // len(x), torch.float32)))
+            return x
+
+        graphs = s.package.DecodeGraphs(forward, s.step, torch.zeros(8, 32))
+        graphs.capture()
+        return graphs
+
+    earlier, sizes = capture(6400), len(made[False])
+    captured = {id(of()) for of in made[True]}
+    assert sizes > 3 and captured == {id(s.step.scratch("mine", 1, torch.float32))}
+    assert all(of() is None for of in made[False]), "what the warm-ups used among themselves is held"
+    later = capture(12800)
+    assert captured == {id(of()) for of in made[True][:sizes]}, "the earlier graphs still use it"
+    assert {id(of()) for of in made[True][sizes:]} == {id(s.step.scratch("mine", 1, torch.float32))} != captured
+    assert {id(of()) for of in made[False] if of() is not None} <= captured and earlier is not later
 
 
 def test_breaks_run_outside_of_the_capture(server):
