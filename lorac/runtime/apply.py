@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear as base_linear
 
-from lorac.runtime.bound import bound_before
+from lorac.runtime.bound import name_bound
 from lorac.runtime.buffers import Instance
 from lorac.runtime.compiled import ALIGN, Unaligned
 from lorac.runtime.errors import ShapeError
@@ -30,11 +30,11 @@ def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -
     the package's dtype on its device. Base rows of y keep their bits. Raises TicketError where the batch was not
     prepared or its slots changed, ShapeError for tensors that do not fit.
     """
-    site = step.sites.get(("ADD", module, layer)) or _site("ADD", module, layer, step)
+    key = ("ADD", module, layer)
     if step.inside:  # entering what would change nothing takes as long as all that is looked up
-        return _add(site, x, y, step)
+        return y if _again(key, x, y, step) else _add(key, x, y, step)
     with step.launching():
-        return _add(site, x, y, step)
+        return y if _again(key, x, y, step) else _add(key, x, y, step)
 
 
 def linear(
@@ -44,25 +44,34 @@ def linear(
 
     weight [out_features, in_features] of the package's dtype. Errors as for `add`.
     """
-    site = step.sites.get(("LINEAR", module, layer)) or _site("LINEAR", module, layer, step)
-    if site.launch is None or bias is not None:
+    if bias is not None:
         return add(module, layer, x, base_linear(x, weight, bias), step)
+    key = ("LINEAR", module, layer)
     if step.inside:
-        return _linear(site, x, weight, step)
+        again = _again(key, x, weight, step)
+        return again[0] if again else _linear(key, x, weight, step)
     with step.launching():
-        return _linear(site, x, weight, step)
+        again = _again(key, x, weight, step)
+        return again[0] if again else _linear(key, x, weight, step)
 
 
-def _add(site: Site, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
-    spec, launch, slot = site
+def _again(key: tuple[str, str, int], x: torch.Tensor, y: torch.Tensor, step: Step) -> tuple | None:
+    """Launch what was launched before for tensors laid out like these and such a batch: (its result,), or None.
+
+    Tensors laid out alike have passed the checks below; but they can start anywhere, and those are aligned there.
+    """
+    for alike, launches, _ in step.scratch.bound(step.batch_of(key[1])).get(key, ()):
+        if alike(x, y):
+            try:
+                return (launches(x, y),)
+            except Unaligned:
+                return None
+    return None
+
+
+def _add(key: tuple[str, str, int], x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
+    spec, launch, slot = step.sites.get(key) or _site(key, step)
     batch = step.batch_of(spec.name)
-    launches = bound_before(launch, x, y, slot, batch, step.scratch)
-    if launches is not None:
-        try:
-            launches(x, y)  # tensors laid out like these have passed the checks below
-            return y
-        except Unaligned:
-            pass  # but can start anywhere
     rows = rows_of(x, spec, step, batch)
     target = _target(y, rows.shape[0], spec, step)
     if batch.adapters:
@@ -70,22 +79,20 @@ def _add(site: Site, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tens
         aligned = target.stride(0) % spec.aligned[1] == 0 and target.data_ptr() % ALIGN == 0
         work = target if aligned else target.clone(memory_format=torch.contiguous_format)
         launch(rows, work, slot, batch, step.scratch)
+        name_bound(launch, slot, batch, step.scratch, key)
         if not aligned:
             target.copy_(work)
     return y
 
 
-def _linear(site: Site, x: torch.Tensor, weight: torch.Tensor, step: Step) -> torch.Tensor:
-    spec, launch, slot = site
+def _linear(key: tuple[str, str, int], x: torch.Tensor, weight: torch.Tensor, step: Step) -> torch.Tensor:
+    spec, launch, slot = step.sites.get(key) or _site(key, step)
+    if launch is None:
+        return add(*key[1:], x, base_linear(x, weight), step)
     batch = step.batch_of(spec.name)
-    launches = bound_before(launch, x, weight, slot, batch, step.scratch)
-    if launches is not None:
-        try:
-            return launches(x, weight)  # tensors laid out like these have passed the checks below
-        except Unaligned:
-            pass  # but can start anywhere
     _fits(weight, spec, step)
     y = launch(rows_of(x, spec, step, batch), weight, slot, batch, step.scratch)
+    name_bound(launch, slot, batch, step.scratch, key)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], spec.out_features)
 
 
@@ -161,8 +168,9 @@ def _one_row_plain(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _site(call: str, module: str, layer: int, step: Step) -> Site:
-    """Look up what `call`, a table of the backend's module, has for an instance; kept in `step.sites`."""
+def _site(key: tuple[str, str, int], step: Step) -> Site:
+    """Look up what a call, a table of the backend's module, has for an instance; kept in `step.sites`."""
+    call, module, layer = key
     spec = step.layout.by_name.get(module)
     if spec is None:
         have = ", ".join(step.layout.by_name)
@@ -170,5 +178,5 @@ def _site(call: str, module: str, layer: int, step: Step) -> Site:
     if spec.experts is not None:
         raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
     launch = getattr(step.backend, call, {}).get(module)
-    found = step.sites[call, module, layer] = Site(spec, launch, step.slots.instance(module, layer))
+    found = step.sites[key] = Site(spec, launch, step.slots.instance(module, layer))
     return found

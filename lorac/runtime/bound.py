@@ -26,7 +26,8 @@ def bound(bind: _Binding) -> Callable:
 
     @functools.wraps(bind)
     def launch(x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> torch.Tensor | None:
-        launches = bound_before(launch, x, y, slot, batch, scratch)
+        kept = scratch.bound(batch).get((launch, id(slot)), ())
+        launches = next((launches for alike, launches, _ in kept if alike(x, y)), None)
         if launches is None:
             launches = _bind(bind, x, y, slot, batch, scratch)
             made = _Bound(_alike(x, y), launches, slot)
@@ -38,14 +39,11 @@ def bound(bind: _Binding) -> Callable:
     return launch
 
 
-def bound_before(
-    function: Callable, x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch
-) -> Launches | None:
-    """What `function` bound for tensors that differ from x and y in their address alone, and for such a batch."""
-    for alike, launches, _ in scratch.bound(batch).get((function, id(slot)), ()):
-        if alike(x, y):
-            return launches
-    return None
+def name_bound(function: Callable, slot: tuple, batch: Batch, scratch: Scratch, name: tuple) -> None:
+    """Let what `function` has bound, and will bind, for such a batch be found by a name of the caller's too."""
+    of_batch = scratch.bound(batch)
+    if kept := of_batch.get((function, id(slot))):
+        of_batch[name] = kept
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], bool]:
