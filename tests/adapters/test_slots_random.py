@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,7 +237,11 @@ def test_a_reader_sees_one_whole_adapter_or_another(tmp_path):
     thread = threading.Thread(target=swap)
     thread.start()
     try:
-        for _ in range(400):
+        reads, until = 0, time.monotonic() + 60
+        while reads < 400 or (len(seen) < 2 and time.monotonic() < until):
+            reads += 1
+            if reads > 400:
+                time.sleep(0.01)  # on a busy machine the lock may not have been the other's yet
             with slots.reading():
                 generation = slots.slot_generation[0]
                 values = torch.cat(
