@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from lorac.errors import BuildError
 from lorac.tables import table
@@ -33,17 +35,32 @@ class Row:
     error: str  # the compiler's last words where it failed
 
 
-def compile_package(folder: Path, targets: tuple[str, ...], workers: int | None = None) -> list[Row]:
-    """Compile every configuration once for each target, over all cores. Raises BuildError where it does not load.
+class Served(NamedTuple):
+    """A batch that a backend launches its kernels for; rank and adapters are 0 where it has none."""
+
+    backend: str
+    rows: int
+    rank: int
+    adapters: int
+
+
+def compile_package(
+    folder: Path, targets: tuple[str, ...], workers: int | None = None, batches: Iterable[Served] | None = None
+) -> list[Row]:
+    """Compile every configuration, or those that some batches need, once for each target, over all cores.
+
+    What is compiled for the present GPU is found in Triton's cache when it is launched. Raises BuildError where the
+    package does not load.
 
     That is done in other processes, for in this one Triton may be its interpreter already, which cannot compile.
     """
     workers = workers or os.cpu_count() or 1
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
+    wanted = json.dumps(batches if batches is None else list(batches))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(folder), ",".join(targets), str(share), str(workers), root],
+            [sys.executable, "-c", _WORKER, str(folder), ",".join(targets), wanted, str(share), str(workers), root],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -57,6 +74,14 @@ def compile_package(folder: Path, targets: tuple[str, ...], workers: int | None 
             raise BuildError(f"{folder}: its kernels could not be compiled:\n{errors.strip()}")
     rows = [Row(**json.loads(line)) for output, _, _ in finished for line in output.splitlines()]
     return sorted(rows, key=lambda row: (row.backend, row.kernel, targets.index(row.target), row.launch))
+
+
+def present_target() -> str:
+    """The present GPU as specs name it."""
+    import torch
+
+    device = torch.cuda.get_device_properties(0)
+    return device.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{device.major}{device.minor}"
 
 
 def report(rows: list[Row]) -> str:

@@ -1,5 +1,6 @@
 """Compiles a share of a package's configurations and prints a JSON object for each: the fields of `lorac.aot.Row`."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from lorac.plan.kernels import PDL_TARGETS
+from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import Kernel, Launch
 from lorac.runtime.load import load
 from lorac.runtime.package import backend_module
@@ -21,23 +23,34 @@ Job = tuple[str, Kernel, Launch, str]
 
 
 def main() -> None:
-    """Arguments: the package, targets with commas between, which share of the configurations, and of how many."""
-    folder, targets, share, shares = sys.argv[1:]
-    for job in islice(_jobs(Path(folder), targets.split(",")), int(share), None, int(shares)):
+    """Arguments: the package, targets with commas between, batches as JSON, which share of all, and of how many."""
+    folder, targets, batches, share, shares = sys.argv[1:]
+    for job in islice(_jobs(Path(folder), targets.split(","), json.loads(batches)), int(share), None, int(shares)):
         print(json.dumps(compile_launch(*job)), flush=True)
 
 
-def _jobs(folder: Path, targets: list[str]) -> Iterator[Job]:
-    """Every configuration for every target. Those that differ only in the batches they serve are the same code."""
+def _jobs(folder: Path, targets: list[str], batches: list[tuple] | None) -> Iterator[Job]:
+    """Every configuration for every target. Those that differ only in the batches they serve are the same code.
+
+    With `batches` (see `lorac.aot.Served`) those that their backends would launch, as far as they have any.
+    """
     package = load(folder)
     backends = {name: backend_module(package.__name__, package.BACKENDS, name) for name in package.BACKENDS}
     kernels = [("step", package.step.ROUTE)]
     kernels += [(name, kernel) for name, module in backends.items() for kernel in module.KERNELS]
     for backend, kernel in kernels:
-        different = {describe(launch): launch for launch in kernel.launches}
+        serving = kernel.launches if batches is None or backend == "step" else _serving(backend, kernel, batches)
+        different = {describe(launch): launch for launch in serving}
         for launch in different.values():
             for target in targets:
                 yield backend, kernel, launch, target
+
+
+def _serving(backend: str, kernel: Kernel, batches: list[tuple]) -> Iterator[Launch]:
+    for of, *batch in batches:
+        if of == backend:
+            with contextlib.suppress(PackageError):  # a batch that this kernel has nothing to do with
+                yield kernel.pick(*batch)
 
 
 def describe(launch: Launch) -> str:

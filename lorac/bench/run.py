@@ -1,19 +1,21 @@
 """`lorac bench`: everything that is asked for, measured on the present GPU in one process."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
 
-from lorac.bench.host import host_times
+from lorac.aot import Served, compile_package, present_target
+from lorac.bench.host import LAUNCHED_ROWS, host_times
 from lorac.bench.kernels import timed_kernels
 from lorac.bench.peer_imports import PeerError
 from lorac.bench.peers import Peer, peer
 from lorac.bench.rates import measured_rates
 from lorac.bench.report import Report
-from lorac.bench.tax import batches, measure
+from lorac.bench.tax import Batch, batches, measure
 from lorac.bench.workload import Workload
 from lorac.runtime.errors import PackageError
 from lorac.runtime.load import load
@@ -47,14 +49,19 @@ def bench(folder: Path, wanted: Wanted, show: Callable[[float, str], None] = lam
             f"{package.LAYOUT.name} has no backend {', '.join(unknown)}: it has {', '.join(package.BACKENDS)}"
         )
     backends = wanted.backends or list(package.BACKENDS)
-    workload = Workload(package, "cuda", wanted.layers or LAYERS)
-    peers, missing = found_peers(wanted.against)
+    rows = wanted.rows or usual_rows(package)
+    todo = batches(package.step.VARIANTS, package.LAYOUT.slots, rows)
+    with ThreadPoolExecutor(1) as beside:
+        show(0.0, "compiling kernels")
+        needed = _served(package, backends, todo, wanted)
+        compiled = beside.submit(compile_package, folder, (present_target(),), batches=needed)
+        workload = Workload(package, "cuda", wanted.layers or LAYERS)
+        peers, missing = found_peers(wanted.against)
+        compiled.result()
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     rates = measured_rates("cuda", workload.dtype)
     report = Report(package.LAYOUT.name, torch.cuda.get_device_name(), versions, len(workload.common), rates)
     report.peers, report.missing = wanted.against, missing
-    rows = wanted.rows or usual_rows(package)
-    todo = batches(package.Step(workload.slots, backends[0]).tables.VARIANTS, package.LAYOUT.slots, rows)
     if wanted.taxes:
         report.cells = measure(workload, backends, peers, todo, wanted.seconds, show)
     for backend in backends:
@@ -64,6 +71,14 @@ def bench(folder: Path, wanted: Wanted, show: Callable[[float, str], None] = lam
         if wanted.host:
             report.host += host_times(workload, backend)
     return report
+
+
+def _served(package, backends: list[str], todo: list[Batch], wanted: Wanted) -> list[Served]:
+    """What will be launched, for all of it to be compiled at once rather than when it is."""
+    layout = package.LAYOUT
+    sizes = [(batch.rows, batch.rank, batch.adapters) for batch in todo if wanted.taxes or wanted.kernels]
+    sizes += [(rows, layout.max_rank, min(rows, layout.slots)) for rows in LAUNCHED_ROWS if wanted.host]
+    return [Served(name, *size) for name in backends for size in sizes]
 
 
 def found_peers(names: list[str]) -> tuple[dict[str, Peer], dict[str, str]]:

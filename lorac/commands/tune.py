@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Search, then say what came of it."""
     import torch
 
+    from lorac.aot import present_target
     from lorac.bench.rates import measured_rates
     from lorac.errors import BuildError
     from lorac.progress import bar
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     machine = Machine(
         device.multi_processor_count, rates.bandwidth / 1e6, rates.matrix / 1e6, device.shared_memory_per_multiprocessor
     )
-    gpu = Gpu(device.name, f"sm_{device.major}{device.minor}", machine)
+    gpu = Gpu(device.name, present_target(), machine)
     processes = max(1, (os.cpu_count() or 2) - 1)
     tools = Tools(
         measurer=lambda folder, task: Measurer(load(folder), task.rows, task.batches),

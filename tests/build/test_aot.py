@@ -9,9 +9,12 @@ import sys
 import pytest
 from packages import ROOT, copy_of_tiny
 
-from lorac.aot import Row, compile_package, failures_of, report
+from lorac.aot import Row, Served, compile_package, failures_of, report
+from lorac.aot.worker import describe
 from lorac.cli import main
 from lorac.errors import BuildError
+from lorac.runtime.load import load
+from lorac.runtime.package import backend_module
 
 PACKAGE = '''
 import triton
@@ -99,6 +102,21 @@ def test_every_configuration_is_compiled_once_and_spills_are_named(handmade, mon
         ["step", "copy", "sm_80", "1"],
         ["step", "copy", "gfx942", "1"],
     ]
+
+
+def test_only_what_batches_need_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    folder = ROOT / "generated" / "tiny"
+    package = load(folder)
+    batches = [Served("csgmv", 4, 8, 1), Served("csgmv", 64, 8, 4)]
+    rows = compile_package(folder, ("sm_90",), batches=batches)
+    needed = {("step", "route", describe(launch)) for launch in package.step.ROUTE.launches}
+    every = set()
+    for kernel in backend_module(package.__name__, package.BACKENDS, "csgmv").KERNELS:
+        every |= {("csgmv", kernel.name, describe(launch)) for launch in kernel.launches}
+        needed |= {("csgmv", kernel.name, describe(kernel.pick(*batch[1:]))) for batch in batches}
+    assert {(row.backend, row.kernel, row.launch) for row in rows} == needed
+    assert every - needed and not any(row.error for row in rows)
 
 
 @pytest.mark.parametrize(("target", "limit"), [("sm_80", 166_912), ("sm_90", 232_448), ("gfx942", 65_536)])
