@@ -133,6 +133,8 @@ class Graphs:
     def _capture_one(self, key: GraphKey, warmed: float) -> None:
         engine, started, before = self.step.engine, time.perf_counter(), self.step.engine.reserved()
         recording = engine.record(self._run_of(key), self.breakable)
+        if self.breakable:
+            engine.release()  # what breaks used meanwhile is not the graph's
         pieces, seconds = (len(recording.items) + 1) // 2, warmed + time.perf_counter() - started
         self._stats.costs[key] = Cost(engine.reserved() - before, seconds, pieces)
         self._recordings[key] = recording

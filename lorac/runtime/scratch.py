@@ -54,10 +54,14 @@ class Scratch:
         memory the allocator could not give back for it. `release` gives back what nothing holds.
         """
         held, outgrown = dict(self._tensors), list(self._outgrown)
-        yield
+        try:
+            yield
+        finally:
+            # of what was held before, earlier graphs may need what is held no more; nothing else was captured
+            lost = [tensor for name, tensor in held.items() if self._tensors.get(name) is not tensor]
+            self._outgrown = outgrown + lost
         grown = {name: tensor for name, tensor in self._tensors.items() if held.get(name) is not tensor}
         sizes = {name: (tensor.numel(), tensor.dtype) for name, tensor in grown.items()}
-        self._outgrown = outgrown + [held[name] for name in grown if name in held]  # earlier graphs may need these
         for name in grown:
             del self._tensors[name]
         grown.clear()
