@@ -95,7 +95,7 @@ def _calls(workload: Workload, step: Step, name: str, layer: int) -> dict[str, C
     """What can be called on one instance: add, and linear where the backend owns the base layer."""
     x, y = workload.inputs(name, step), workload.base(name, layer, step.batch.padded)
     calls: dict[str, Callable[[], object]] = {"add": partial(workload.package.add, name, layer, x, y, step)}
-    if name in getattr(step.backend, "LINEAR", {}):
+    if name in step.owned:
         calls["linear"] = partial(workload.package.linear, name, layer, x, workload.weight(name, layer), step)
     return calls
 

@@ -16,10 +16,10 @@ from lorac.runtime.ticket import Batch
 
 
 class Site(NamedTuple):
-    """A call on one instance of a module, looked up once for a step: what is launched (None: base and LoRA apart)."""
+    """A call on one instance of a module, looked up once for a step, and what is launched for it."""
 
     spec: Module
-    launch: Callable | None
+    launch: Callable
     slot: Instance
 
 
@@ -30,11 +30,10 @@ def add(module: str, layer: int, x: torch.Tensor, y: torch.Tensor, step: Step) -
     the package's dtype on its device. Base rows of y keep their bits. Raises TicketError where the batch was not
     prepared or its slots changed, ShapeError for tensors that do not fit.
     """
-    key = ("ADD", module, layer)
     if step.inside:  # entering what would change nothing takes as long as all that is looked up
-        return y if _again(key, x, y, step) else _add(key, x, y, step)
+        return _launch(("ADD", module, layer), x, y, step)
     with step.launching():
-        return y if _again(key, x, y, step) else _add(key, x, y, step)
+        return _launch(("ADD", module, layer), x, y, step)
 
 
 def linear(
@@ -42,31 +41,32 @@ def linear(
 ) -> torch.Tensor:
     """x @ weight.T (+ bias) + LoRA of x: [..., out_features]. A backend that owns the base GEMM runs both as one.
 
-    weight [out_features, in_features] of the package's dtype. Errors as for `add`.
+    weight [out_features, in_features] of the package's dtype. A torch.nn.Parameter is taken not to be written by the
+    forward itself: a captured launch may read it before those before it are done. Errors as for `add`.
     """
-    if bias is not None:
+    if bias is not None or module not in step.owned:
         return add(module, layer, x, base_linear(x, weight, bias), step)
-    key = ("LINEAR", module, layer)
     if step.inside:
-        again = _again(key, x, weight, step)
-        return again[0] if again else _linear(key, x, weight, step)
+        return _launch(("LINEAR", module, layer), x, weight, step)
     with step.launching():
-        again = _again(key, x, weight, step)
-        return again[0] if again else _linear(key, x, weight, step)
+        return _launch(("LINEAR", module, layer), x, weight, step)
 
 
-def _again(key: tuple[str, str, int], x: torch.Tensor, y: torch.Tensor, step: Step) -> tuple | None:
-    """Launch what was launched before for tensors laid out like these and such a batch: (its result,), or None.
+def _launch(key: tuple[str, str, int], x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
+    """What was launched before for tensors laid out like these and such a batch, again; or what there is to do first.
 
-    Tensors laid out alike have passed the checks below; but they can start anywhere, and those are aligned there.
+    Tensors laid out alike have passed the checks below, but can start anywhere.
     """
-    for alike, launches, _ in step.scratch.bound(step.batch_of(key[1])).get(key, ()):
-        if alike(x, y):
-            try:
-                return (launches(x, y),)
-            except Unaligned:
-                return None
-    return None
+    batch = step.logits if key[1] == "lm_head" else step.batch
+    if batch is not None:
+        for alike, launches, _ in step.scratch.bound(batch).get(key, ()):
+            if alike(x, y):
+                try:
+                    made = launches(x, y)
+                except Unaligned:
+                    break
+                return y if made is None else made
+    return _FIRST[key[0]](key, x, y, step)
 
 
 def _add(key: tuple[str, str, int], x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
@@ -87,13 +87,14 @@ def _add(key: tuple[str, str, int], x: torch.Tensor, y: torch.Tensor, step: Step
 
 def _linear(key: tuple[str, str, int], x: torch.Tensor, weight: torch.Tensor, step: Step) -> torch.Tensor:
     spec, launch, slot = step.sites.get(key) or _site(key, step)
-    if launch is None:
-        return add(*key[1:], x, base_linear(x, weight), step)
     batch = step.batch_of(spec.name)
     _fits(weight, spec, step)
     y = launch(rows_of(x, spec, step, batch), weight, slot, batch, step.scratch)
     name_bound(launch, slot, batch, step.scratch, key)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], spec.out_features)
+
+
+_FIRST = {"ADD": _add, "LINEAR": _linear}
 
 
 def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Tensor:
@@ -177,6 +178,6 @@ def _site(key: tuple[str, str, int], step: Step) -> Site:
         raise ShapeError(f"package {step.layout.name} has no module {module!r}: it has {have}")
     if spec.experts is not None:
         raise ShapeError(f"{module} is a module of experts, whose rows are routed: use add_experts, or moe")
-    launch = getattr(step.backend, call, {}).get(module)
-    found = step.sites[key] = Site(spec, launch, step.slots.instance(module, layer))
+    launches = getattr(step.backend, call)[module]
+    found = step.sites[key] = Site(spec, launches, step.slots.instance(module, layer))
     return found

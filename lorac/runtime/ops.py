@@ -25,7 +25,7 @@ def linear(
     """See `lorac.runtime.apply.linear`."""
     if not torch.compiler.is_compiling():
         return apply.linear(module, layer, x, weight, step, bias)
-    if bias is None and module in getattr(step.backend, "LINEAR", {}):
+    if bias is None and module in step.owned:
         return torch.ops.lorac.linear(x, weight, step.number, module, layer)
     return add(module, layer, x, base_linear(x, weight, bias), step)
 

@@ -92,6 +92,7 @@ class Step:
         self._found_at = -1
         self.scratch = Scratch(self.device)
         self.sites: dict[tuple[str, str, int], tuple] = {}  # of `apply`
+        self.owned = frozenset(getattr(backend, "LINEAR", ()))  # modules whose base layer the backend runs too
         self._serials = itertools.count(1)
         self._in_use: tuple[int, ...] = ()
         self.inside = False  # of `launching`

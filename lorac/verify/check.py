@@ -41,7 +41,7 @@ def check(package, step: Step, module: Module, layer: int, case: Case, generator
     base = random((len(row_slot), module.out_features), device, dtype, generator)
     y = package.add(module.name, layer, x, base.clone(), step)
     outcome = compare(y, base, base.double() + delta, row_slot)
-    if outcome.problem or module.name not in getattr(step.backend, "LINEAR", {}):
+    if outcome.problem or module.name not in step.owned:
         return outcome
     weight = random((module.out_features, module.in_features), device, dtype, generator) * module.in_features**-0.5
     poison(step)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lorac import reference
-from lorac.runtime import compiled, launch, scratch
+from lorac.runtime import apply, compiled, launch, scratch
 from lorac.runtime.bound import bound
 from lorac.runtime.compiled import Compiled, Unaligned
 from lorac.runtime.errors import PackageError, ShapeError
@@ -123,6 +123,14 @@ def test_a_batch_like_one_before_is_launched_by_what_was_bound(bench, step, bind
     binds.clear()
     bench.check(step, bench.prepare(step, [0, -1, 1, 0]), "down_proj")
     assert binds
+
+
+def test_what_was_launched_before_is_neither_checked_nor_looked_up(bench, step, monkeypatch):
+    rows = bench.settle(step, [0, -1, 1, 0])
+    monkeypatch.setattr(apply, "_FIRST", {})
+    bench.check(step, rows)
+    with pytest.raises(KeyError):
+        bench.check(step, rows, layer=1)
 
 
 def test_what_a_launch_depends_on_binds_it_anew(bench, step, binds):
