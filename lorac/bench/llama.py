@@ -30,7 +30,7 @@ class Llama:
         query, key, _ = layout.by_name["qkv_proj"].slices
         self.heads, self.kv_heads, self.width = query.units, key.units, query.width // query.units
         self.weights = {
-            (module.name, layer): self._random(module.out_features, module.in_features)
+            (module.name, layer): torch.nn.Parameter(self._random(module.out_features, module.in_features), False)
             for module in layout.modules
             if module.kind == "linear"
             for layer in range(self.layers)

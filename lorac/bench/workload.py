@@ -28,7 +28,7 @@ class Workload:
         self.modules = {module.name: module for module in package.LAYOUT.modules if module.kind in TIMED_KINDS}
         self.layers = {name: self._layers(module, layers) for name, module in self.modules.items()}
         self.slots = _full_slots(package, self)
-        self.weights: dict[tuple[str, int], torch.Tensor] = {}
+        self.weights: dict[tuple[str, int], torch.nn.Parameter] = {}
         self._steps: dict[tuple, Step] = {}
         self._mixed: dict[tuple, tuple[Step, list[int]]] = {}
         self._inputs: dict[str, torch.Tensor] = {}
@@ -56,7 +56,8 @@ class Workload:
         if (module, layer) not in self.weights:
             of = self.modules[module]
             scale = of.in_features**-0.5
-            self.weights[module, layer] = self.random((of.out_features, of.in_features)).mul_(scale)
+            random = self.random((of.out_features, of.in_features)).mul_(scale)
+            self.weights[module, layer] = torch.nn.Parameter(random, requires_grad=False)
         return self.weights[module, layer]
 
     def step(self, backend: str, rows: int, adapters: int, rank: int = 0) -> Step:

@@ -63,11 +63,16 @@ class _Bound(NamedTuple):
     slot: tuple
 
 
+def _moving(tensor: torch.Tensor) -> Moving:
+    """What stands for the tensor. `alike` tells a parameter from another tensor, by its type."""
+    return Moving(tensor.shape, tensor.stride(), isinstance(tensor, torch.nn.Parameter))
+
+
 def _bind(bind: _Binding, x: torch.Tensor, y: torch.Tensor, slot: tuple, batch: Batch, scratch: Scratch) -> Launches:
     bounds = Bounds(batch.grid, batch.adapters, batch.rank, batch.map)
     for _ in range(2):
         replaced = scratch.replaced
-        launches = bind(Moving(x.shape, x.stride()), Moving(y.shape, y.stride()), slot, bounds, scratch)
+        launches = bind(_moving(x), _moving(y), slot, bounds, scratch)
         if scratch.replaced == replaced:  # else a launch may be bound to what another outgrew
             return launches
     raise PackageError(f"{bind.__name__} asks for scratch of one name in different types")

@@ -64,10 +64,14 @@ nothing.places = 0  # as those of `Compiled.bound`
 
 
 class Moving(NamedTuple):
-    """Stands in `Kernel.bind` for a tensor that each launch is given: all of it but its address is fixed."""
+    """Stands in `Kernel.bind` for a tensor that each launch is given: all of it but its address is fixed.
+
+    `lasting`: no launch of a forward writes it.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    lasting: bool = False
 
 
 class Launch:
@@ -215,7 +219,7 @@ class Kernel:
         """The descriptor that stands for a moving tensor; None where a kernel takes its address."""
         if name not in self._tiled:
             return None
-        return Tiles(*moving, _ELEMENT[self._tiled[name][0]], self._block(name, launch))
+        return Tiles(moving.shape, moving.strides, _ELEMENT[self._tiled[name][0]], self._block(name, launch))
 
     def _block(self, name: str, launch: Launch) -> list[int]:
         """Rows and columns of the tiles of an argument: constants, or numbers as they are."""

@@ -184,6 +184,51 @@ def test_loops_whose_steps_may_wait_are_pipelined_all_the_same():
     assert [line for line in found if line[2] != "True"] == []
 
 
+WAITED = r"""
+import re
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from lorac.runtime.load import load
+from lorac.runtime.package import backend_module
+
+BLOCK = re.compile(
+    r"setp.eq.s32 now, (%r\d+), (%r\d+);\s+@now griddepcontrol.wait;\s+setp.eq.s32 now, %r\d+, %r\d+;"
+    r"\s+@now griddepcontrol.launch_dependents;\s+mov.b32 (%r\d+), %r\d+;"
+)
+LOAD = re.compile(r"cp.async.bulk.tensor.2d.shared::\S+global\S+ \[%r\d+\], \[%rd\d+, \{(%r\d+), %r\d+\}\]")
+package = load("generated/llama31_8b")
+for kernel in backend_module(package.__name__, package.BACKENDS, "fused").KERNELS:
+    for launch in kernel.launches:
+        if kernel.name != "tile_project_o_proj" or launch.rows not in (16, 64, 256):
+            continue
+        constants, options = launch.specialised(True)
+        compiled = triton.compile(kernel.source(launch, constants), target=GPUTarget("cuda", 90, 32), options=options)
+        lines = (line.split("//")[0] for line in compiled.asm["ptx"].splitlines())
+        text = "\n".join(line for line in lines if not line.lstrip().startswith((".loc", "$L__tmp")))
+        blocks = list(BLOCK.finditer(text))
+        told = {block[3] for block in blocks}
+        told |= {made for made, one, other in re.findall(r"add.s32\s+(%r\d+), (%r\d+), (\S+);", text) if one in told}
+        late = [(load.start(), load[1] in told) for load in LOAD.finditer(text)]
+        value = dict(re.findall(r"mov.b32\s+(%r\d+), (\d+);", text))
+        step, awaited = value.get(blocks[0][1]), value.get(blocks[0][2])
+        begun = text[: late[0][0]].count("griddepcontrol.wait")
+        counts = len(late), sum(of for _, of in late)
+        print(launch.ACTIVE, launch.BLOCK_K, *counts, late[0][1], step, awaited, begun, sep=",")
+"""
+
+
+def test_what_a_launch_before_writes_is_read_after_the_wait_for_it():
+    """In the assembly of a projection: W and B are asked for first, x, and with adapters h, where the wait says."""
+    found = {tuple(line.split(",")) for line in compiled_by(WAITED).split()}
+    assert {active for active, *_ in found} == {"0", "1", "8"}
+    for active, block, loads, late, first, step, awaited, begun in found:
+        assert int(loads) == 2 * int(late) > 0 and first == "False"
+        assert step == "0" and int(awaited) == (0 if active == "0" else 4096 // int(block))
+        assert int(begun) == (active == "0"), "a weight that does not last is waited for"
+
+
 BESIDE = """
 import sys
 from lorac.aot.worker import compile_launch

@@ -34,6 +34,7 @@ OVERLAPPING = [
 # that take one tile after another only the last is late
 CHAINS = [
     *OVERLAPPING,
+    ("alone", "decode", 64, "nolora"),
     ("linear", "decode", 64, "nolora"),
     ("linear", "prefill", 2048, "lora"),
 ]
@@ -48,7 +49,8 @@ class Linear:
 
     def __init__(self, layout, normal):
         of = [layout.by_name[name] for name in self.modules]
-        self.weights = {module.name: normal(module.out_features, module.in_features) for module in of}
+        weights = {module.name: normal(module.out_features, module.in_features) for module in of}
+        self.weights = {name: torch.nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
         self.widths = {module.name: module.in_features for module in of}
 
     def inputs(self, rows: int, normal) -> dict[str, torch.Tensor]:
@@ -70,6 +72,13 @@ class Shared(Linear):
     """down_proj, whose programs share their tiles' sums at 256 rows, and gate_up_proj in turn."""
 
     modules = ("down_proj", "gate_up_proj")
+
+
+class SharedAlone(Linear):
+    """On Qwen3's shapes: without adapters programs of o_proj share their tiles' sums at 64 rows, and let go early."""
+
+    package = "qwen3_30b_a3b"
+    layers = (0, 0, 0)
 
 
 class Experts:
@@ -107,7 +116,7 @@ class Hooks(Experts):
         return x
 
 
-CHAIN_CLASSES = {"linear": Linear, "shared": Shared, "moe": Experts, "hooks": Hooks}
+CHAIN_CLASSES = {"linear": Linear, "shared": Shared, "alone": SharedAlone, "moe": Experts, "hooks": Hooks}
 
 
 @pytest.fixture(autouse=True)

@@ -283,7 +283,8 @@ def test_tiles_of_many_rows_are_stored_whole(build, generator, monkeypatch, name
     memory = torch.full((len(rows) + 130, sum(widths)), float("nan"))
     stores, store = [], interpreter.InterpreterBuilder.create_descriptor_store
     kernels = backend_module(package.__name__, package.BACKENDS, "fused")
-    monkeypatch.setattr(kernels, "empty_rows", lambda count, columns, dtype: lambda: memory[:count])
+    wanted = (len(rows), sum(widths), torch.float32)
+    monkeypatch.setattr(kernels, "empty_rows", lambda *made: lambda: memory[: made[0]] if made == wanted else None)
     monkeypatch.setattr(
         interpreter.InterpreterBuilder, "create_descriptor_store", lambda *of: (stores.append(1), store(*of))[1]
     )

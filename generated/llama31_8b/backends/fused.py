@@ -233,9 +233,9 @@ def _tile_project_qkv_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
-    LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: x or h may still be on its way.
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. PDL: x or h may still be on its way.
 
     `only`: the slot of a batch of one adapter, where its steps over h are found by that.
     """
@@ -268,7 +268,7 @@ def _tile_project_qkv_proj_tile(
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     begin = 0
     end = STEPS + most
-    # With adapters x is there, for the shrink has waited for it before this launch began.
+    # With adapters x is there: the shrink has waited for it before this launch began.
     awaited = tl.maximum(begin, STEPS) if ACTIVE > 0 else begin
     let_go = (awaited if ACTIVE > 0 else end - 1) if EARLY else -1
     for step in range(begin, end):
@@ -279,15 +279,15 @@ def _tile_project_qkv_proj_tile(
         if ACTIVE > 0:
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
-                if LATE and ACTIVE == 1:
+                if PDL and ACTIVE == 1:
                     only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
-        # W and B, which no launch writes, are asked for before x or h is there
+        # W and B are asked for before x or h is there
         column_tile = column_tiles.load([first_n, k])
-        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if LATE else k])
+        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if PDL else k])
         if WIDE:
             acc = tl.dot(column_tile, row_tile.T, acc)
         else:
@@ -302,9 +302,9 @@ def _tile_project_qkv_proj_tile(
         _store(y, acc, row, rows, start + within, None, N, WIDE)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["lasting", "rows"])
 def tile_project_qkv_proj(
-    x, weight, h, b, active, spans, y, y_tiles, rows,
+    x, weight, lasting, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -314,11 +314,15 @@ def tile_project_qkv_proj(
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, or the last over x, not at the end. WHOLE: tiles are stored by descriptor.
+    after may begin with the steps over h, or the last over x, not at the end. `lasting`: 1 where no launch writes the
+    weight, which is then asked for before the launch before is done. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     # where a step may be spared
     DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
+    if PDL and ACTIVE == 0:
+        if lasting == 0:
+            tl.extra.cuda.gdc_wait()  # the launch before may be what makes the weight
     # before the loads of the first steps, behind which it would queue
     only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
@@ -348,6 +352,7 @@ TILE_PROJECT_QKV_PROJ = Kernel(
     {
         "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
+        "lasting": "i32",
         "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
@@ -785,6 +790,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        lasting=int(weight.lasting),
         h=h,
         b=b,
         active=index.active,
@@ -817,9 +823,9 @@ def _tile_project_o_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
-    LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: x or h may still be on its way.
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. PDL: x or h may still be on its way.
 
     `only`: the slot of a batch of one adapter, where its steps over h are found by that.
     """
@@ -838,7 +844,7 @@ def _tile_project_o_proj_tile(
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     begin = 0
     end = STEPS + most
-    # With adapters x is there, for the shrink has waited for it before this launch began.
+    # With adapters x is there: the shrink has waited for it before this launch began.
     awaited = tl.maximum(begin, STEPS) if ACTIVE > 0 else begin
     let_go = (awaited if ACTIVE > 0 else end - 1) if EARLY else -1
     for step in range(begin, end):
@@ -849,15 +855,15 @@ def _tile_project_o_proj_tile(
         if ACTIVE > 0:
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
-                if LATE and ACTIVE == 1:
+                if PDL and ACTIVE == 1:
                     only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
-        # W and B, which no launch writes, are asked for before x or h is there
+        # W and B are asked for before x or h is there
         column_tile = column_tiles.load([first_n, k])
-        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if LATE else k])
+        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if PDL else k])
         if WIDE:
             acc = tl.dot(column_tile, row_tile.T, acc)
         else:
@@ -872,9 +878,9 @@ def _tile_project_o_proj_tile(
         _store(y, acc, row, rows, start + within, None, N, WIDE)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["lasting", "rows"])
 def tile_project_o_proj(
-    x, weight, h, b, active, spans, y, y_tiles, rows,
+    x, weight, lasting, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -884,11 +890,15 @@ def tile_project_o_proj(
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, or the last over x, not at the end. WHOLE: tiles are stored by descriptor.
+    after may begin with the steps over h, or the last over x, not at the end. `lasting`: 1 where no launch writes the
+    weight, which is then asked for before the launch before is done. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     # where a step may be spared
     DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
+    if PDL and ACTIVE == 0:
+        if lasting == 0:
+            tl.extra.cuda.gdc_wait()  # the launch before may be what makes the weight
     # before the loads of the first steps, behind which it would queue
     only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
@@ -916,6 +926,7 @@ TILE_PROJECT_O_PROJ = Kernel(
     {
         "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
+        "lasting": "i32",
         "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
@@ -1338,6 +1349,7 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        lasting=int(weight.lasting),
         h=h,
         b=b,
         active=index.active,
@@ -1370,9 +1382,9 @@ def _tile_project_gate_up_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
-    LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: x or h may still be on its way.
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. PDL: x or h may still be on its way.
 
     `only`: the slot of a batch of one adapter, where its steps over h are found by that.
     """
@@ -1397,7 +1409,7 @@ def _tile_project_gate_up_proj_tile(
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     begin = 0
     end = STEPS + most
-    # With adapters x is there, for the shrink has waited for it before this launch began.
+    # With adapters x is there: the shrink has waited for it before this launch began.
     awaited = tl.maximum(begin, STEPS) if ACTIVE > 0 else begin
     let_go = (awaited if ACTIVE > 0 else end - 1) if EARLY else -1
     for step in range(begin, end):
@@ -1408,15 +1420,15 @@ def _tile_project_gate_up_proj_tile(
         if ACTIVE > 0:
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
-                if LATE and ACTIVE == 1:
+                if PDL and ACTIVE == 1:
                     only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
-        # W and B, which no launch writes, are asked for before x or h is there
+        # W and B are asked for before x or h is there
         column_tile = column_tiles.load([first_n, k])
-        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if LATE else k])
+        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if PDL else k])
         if WIDE:
             acc = tl.dot(column_tile, row_tile.T, acc)
         else:
@@ -1431,9 +1443,9 @@ def _tile_project_gate_up_proj_tile(
         _store(y, acc, row, rows, start + within, None, N, WIDE)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["lasting", "rows"])
 def tile_project_gate_up_proj(
-    x, weight, h, b, active, spans, y, y_tiles, rows,
+    x, weight, lasting, h, b, active, spans, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -1443,11 +1455,15 @@ def tile_project_gate_up_proj(
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, or the last over x, not at the end. WHOLE: tiles are stored by descriptor.
+    after may begin with the steps over h, or the last over x, not at the end. `lasting`: 1 where no launch writes the
+    weight, which is then asked for before the launch before is done. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     # where a step may be spared
     DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
+    if PDL and ACTIVE == 0:
+        if lasting == 0:
+            tl.extra.cuda.gdc_wait()  # the launch before may be what makes the weight
     # before the loads of the first steps, behind which it would queue
     only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
@@ -1475,6 +1491,7 @@ TILE_PROJECT_GATE_UP_PROJ = Kernel(
     {
         "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
+        "lasting": "i32",
         "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
@@ -1903,6 +1920,7 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
         (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        lasting=int(weight.lasting),
         h=h,
         b=b,
         active=index.active,
@@ -1935,9 +1953,9 @@ def _tile_project_down_proj_tile(
     number, x, weight, h, b, active, only, spans, most, shares, arrived, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
-    LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: x or h may still be on its way.
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. PDL: x or h may still be on its way.
 
     `only`: the slot of a batch of one adapter, where its steps over h are found by that.
     """
@@ -1961,10 +1979,10 @@ def _tile_project_down_proj_tile(
     share = tl.program_id(0) % SHARES
     begin = share * SHARE
     end = begin + SHARE if SHARES > 1 else STEPS + most
-    # With adapters x is there, for the shrink has waited for it before this launch began.
+    # With adapters x is there: the shrink has waited for it before this launch began.
     awaited = tl.maximum(begin, STEPS) if ACTIVE > 0 else begin
     let_go = (awaited if ACTIVE > 0 else end - 1) if EARLY else -1
-    for turn in range(SHARE if SHARES > 1 else STEPS + most):
+    for turn in range(SHARE if SHARES > 1 else STEPS + most):  # a constant number: `end - begin` is none to Triton
         step = begin + turn
         k = step * BLOCK_K
         from_row = first_row
@@ -1973,22 +1991,22 @@ def _tile_project_down_proj_tile(
         if ACTIVE > 0:
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
-                if LATE and ACTIVE == 1:
+                if PDL and ACTIVE == 1:
                     only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
-        # W and B, which no launch writes, are asked for before x or h is there
+        # W and B are asked for before x or h is there
         column_tile = column_tiles.load([first_n, k])
-        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if LATE else k])
+        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if PDL else k])
         if WIDE:
             acc = tl.dot(column_tile, row_tile.T, acc)
         else:
             acc = tl.dot(row_tile, column_tile.T, acc)
 
     if SHARES > 1:
-        if LATE and EARLY:
+        if PDL and ACTIVE > 0 and EARLY:
             tl.extra.cuda.gdc_launch_dependents()  # for those without a step over h
         there, first, acc = _own_rows(acc, shares, arrived, number, share, SHARES, WIDE, BLOCK_M, BLOCK_N)
         first_row = tl.where(there, first_row + first, rows)
@@ -2001,9 +2019,9 @@ def _tile_project_down_proj_tile(
         _store(y, acc, row, rows, start + within, None, N, WIDE)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["lasting", "rows"])
 def tile_project_down_proj(
-    x, weight, h, b, active, spans, shares, arrived, y, y_tiles, rows,
+    x, weight, lasting, h, b, active, spans, shares, arrived, y, y_tiles, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, LOOP: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -2013,12 +2031,16 @@ def tile_project_down_proj(
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, or the last over x, not at the end. SHARES: programs that share a tile's
-    steps, and then its rows. WHOLE: tiles are stored by descriptor.
+    after may begin with the steps over h, or the last over x, not at the end. `lasting`: 1 where no launch writes the
+    weight, which is then asked for before the launch before is done. SHARES: programs that share a tile's steps, and
+    then its rows. WHOLE: tiles are stored by descriptor.
     """
     PITCH: tl.constexpr = 64  # columns of a slot, in h and B
     # where a step may be spared
     DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 8 * PITCH > MOST_AT_ONCE)
+    if PDL and ACTIVE == 0:
+        if lasting == 0:
+            tl.extra.cuda.gdc_wait()  # the launch before may be what makes the weight
     # before the loads of the first steps, behind which it would queue
     only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
@@ -2046,6 +2068,7 @@ TILE_PROJECT_DOWN_PROJ = Kernel(
     {
         "x": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "weight": "tile<bf16>[BLOCK_N, BLOCK_K]",
+        "lasting": "i32",
         "h": "tile<bf16>[BLOCK_M, BLOCK_K]",
         "b": "tile<bf16>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
@@ -2474,6 +2497,7 @@ def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, s
         (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        lasting=int(weight.lasting),
         h=h,
         b=b,
         active=index.active,

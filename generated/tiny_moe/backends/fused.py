@@ -170,9 +170,9 @@ def _tile_project_qkv_proj_tile(
     number, x, weight, h, b, active, only, spans, most, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
-    LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. LATE: x or h may still be on its way.
+    """Tile `number` of y: BLOCK_M rows, BLOCK_N outputs of one slice. PDL: x or h may still be on its way.
 
     `only`: the slot of a batch of one adapter, where its steps over h are found by that.
     """
@@ -206,7 +206,7 @@ def _tile_project_qkv_proj_tile(
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WIDE else (BLOCK_M, BLOCK_N), tl.float32)
     begin = 0
     end = STEPS + most
-    # With adapters x is there, for the shrink has waited for it before this launch began.
+    # With adapters x is there: the shrink has waited for it before this launch began.
     awaited = tl.maximum(begin, STEPS) if ACTIVE > 0 else begin
     let_go = (awaited if ACTIVE > 0 else end - 1) if EARLY else -1
     for step in range(begin, end):
@@ -217,15 +217,15 @@ def _tile_project_qkv_proj_tile(
         if ACTIVE > 0:
             # the same sum goes on over the columns of h and B, and so in the same pipeline
             if step >= STEPS:
-                if LATE and ACTIVE == 1:
+                if PDL and ACTIVE == 1:
                     only = _not_before(only)
                 k, left = _column(step - STEPS, left, active, only, ACTIVE, RANK, SPARSE, PITCH, BLOCK_K)
                 from_row = part * rows + first_row
                 row_tiles = h
                 column_tiles = b
-        # W and B, which no launch writes, are asked for before x or h is there
+        # W and B are asked for before x or h is there
         column_tile = column_tiles.load([first_n, k])
-        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if LATE else k])
+        row_tile = row_tiles.load([from_row, _once_there(k, step, awaited, let_go) if PDL else k])
         if WIDE:
             acc = tl.dot(column_tile, row_tile.T, acc, input_precision="ieee")
         else:
@@ -236,9 +236,9 @@ def _tile_project_qkv_proj_tile(
     _store(y, acc, row, rows, start + within, within < width, N, WIDE)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["lasting", "rows"])
 def tile_project_qkv_proj(
-    x, weight, h, b, active, spans, y, rows,
+    x, weight, lasting, h, b, active, spans, y, rows,
     ACTIVE: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -248,11 +248,15 @@ def tile_project_qkv_proj(
     The columns c are those of all slots, side by side; h is zero where a row is another slot's. WIDE: weights are the
     operand that fills the tensor cores' 64 rows, for few rows. SPARSE: of the columns only what some row of the batch
     needs. LOOP: programs take one tile after another, and load the next while they store the last. EARLY: the launch
-    after may begin with the steps over h, or the last over x, not at the end.
+    after may begin with the steps over h, or the last over x, not at the end. `lasting`: 1 where no launch writes the
+    weight, which is then asked for before the launch before is done.
     """
     PITCH: tl.constexpr = 16  # columns of a slot, in h and B
     # where a step may be spared
     DYNAMIC: tl.constexpr = _steps(ACTIVE, RANK, PITCH, BLOCK_K) > 1 and (SPARSE or 3 * PITCH > MOST_AT_ONCE)
+    if PDL and ACTIVE == 0:
+        if lasting == 0:
+            tl.extra.cuda.gdc_wait()  # the launch before may be what makes the weight
     # before the loads of the first steps, behind which it would queue
     only = tl.load(active) if ACTIVE == 1 and not DYNAMIC else -1
     most = _most(spans, rows, BLOCK_M, BLOCK_K) if DYNAMIC else _steps(ACTIVE, RANK, PITCH, BLOCK_K)
@@ -282,6 +286,7 @@ TILE_PROJECT_QKV_PROJ = Kernel(
     {
         "x": "tile<fp32>[BLOCK_M, BLOCK_K]",
         "weight": "tile<fp32>[BLOCK_N, BLOCK_K]",
+        "lasting": "i32",
         "h": "tile<fp32>[BLOCK_M, BLOCK_K]",
         "b": "tile<fp32>[BLOCK_N, BLOCK_K]",
         "active": "*i32",
@@ -686,6 +691,7 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         (min(tiles, processors(b.device.index)) if launch.LOOP else tiles,),
         x=x,
         weight=weight,
+        lasting=int(weight.lasting),
         h=h,
         b=b,
         active=index.active,
