@@ -44,6 +44,7 @@ class Graphs:
         dropped. With `strict`, a batch that has no graph raises TicketError rather than run eagerly.
         """
         self.forward, self.step, self.strict = forward, step, strict
+        self.captured = forward  # what is captured in its place
         self.table = table
         self.inputs = StaticInputs(inputs, padding or {})
         self._stats = Stats(f"{step.layout.name} {step.backend_name} {self.phase} graphs")
@@ -126,7 +127,7 @@ class Graphs:
 
         def run():
             with self.step.using(batch):
-                return self.inputs.call(self.forward, key.bucket)
+                return self.inputs.call(self.captured, key.bucket)
 
         return run
 

@@ -4,6 +4,7 @@ The forward ends before lm_head. Logits are wanted for some rows of each request
 rows of what `run` returned, on the row map of their own that `prepare_prefill` made.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -41,14 +42,22 @@ class PrefillGraphs(Graphs):
         if self.mode != "tc_piecewise":
             super().capture(buckets)
             return
-        plain, self._off = self.forward, ""
-        self.forward = torch.compile(plain, fullgraph=True)
+        self.captured, self._off = _traced(self.forward), ""
         try:
             super().capture(buckets)
         except torch._dynamo.exc.TorchDynamoException as error:
-            self.forward = plain
             self._off = f"torch.compile cannot trace the forward: {str(error).strip().splitlines()[0]}"
             warnings.warn(f"{self._stats.name} are off: {self._off}", RuntimeWarning, stacklevel=2)
 
     def _why_eager(self, ticket: Ticket, key: GraphKey) -> tuple[str, str]:
         return ("tc_piecewise is off", self._off) if self._off else super()._why_eager(ticket, key)
+
+
+def _traced(forward: Callable) -> Callable:
+    """`forward` as torch.compile traces it, for each bucket anew where its shapes ask for that, however many there are.
+
+    It is called for warm-ups and captures only, so nothing need bound how often it is traced.
+    """
+    traced = torch.compile(forward, fullgraph=True)
+    unbounded = torch._dynamo.config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
+    return unbounded(traced)

@@ -66,6 +66,22 @@ def test_modes_cut_at_breaks_or_do_not(server, mode, pieces, monkeypatch):
     assert sum(graphs.stats()["hits"].values()) == 2
 
 
+def test_a_forward_is_traced_for_more_buckets_than_torch_retraces_for_by_itself(server, monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: compiler(forward, backend="eager", **options))
+    buckets = [4 * turn for turn in range(1, 13)]
+    changed = {"graphs__prefill__buckets": buckets, "graphs__prefill__max_tokens": 48}
+    s = server("csgmv", spec=spec(**changed))
+    graphs = s.package.PrefillGraphs(s.model, s.step, torch.zeros(48, 32), mode="tc_piecewise")
+    graphs.capture()
+    assert {bucket for bucket, *_ in graphs._stats.costs} == set(buckets)
+    for tokens in (3, 17, 45):
+        s.serve(graphs, None, [("a", tokens)])
+    assert sum(graphs.stats()["hits"].values()) == 3
+    with pytest.warns(RuntimeWarning, match="decode and prefill requests in one batch"):
+        graphs.run(s.step.prepare_mixed([("a", 5), ("b", 1)]), s.inputs(6))  # eagerly, which traces nothing
+
+
 def test_a_forward_that_cannot_be_traced_leaves_its_graphs_off(server, monkeypatch):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda forward, **options: compiler(forward, backend="eager", **options))
