@@ -47,6 +47,8 @@ def admit(backend: str, phase: str, rows: int, requests: int, adapters: int, ran
         bucket = next((size for size in DECODE_BUCKETS if size >= rows and size % each == 0), 0)
         if not bucket:
             largest = max((size for size in DECODE_BUCKETS if size % each == 0), default=0)
+            if not largest:
+                return eager("no bucket of whole requests", f"no decode bucket is a multiple of {each} rows a request")
             return eager("above the largest bucket", f"{rows} rows are above the largest decode bucket, {largest}")
         return Admission(bucket, variant, "")
     bucket = next((size for size in PREFILL_BUCKETS if size >= rows), 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from lorac.runtime.capture import Recording
-from lorac.runtime.errors import CaptureError, TicketError
+from lorac.runtime.errors import CaptureError, ShapeError, TicketError
 from lorac.runtime.inputs import StaticInputs
 from lorac.runtime.stats import Cost, GraphKey, Progress, Stats
 from lorac.runtime.step import Step
@@ -101,7 +101,7 @@ class Graphs:
             if key in self._unchecked:
                 self.inputs.check(self.forward, self._addresses)
                 self._unchecked.remove(key)
-            self.inputs.fill(inputs, ticket.rows)
+            self.inputs.fill(inputs, ticket.rows, key.bucket)
             recording.replay()
             self._stats.hits[key] += 1
             return self._live(recording.outputs, key.bucket, ticket.rows)
@@ -176,6 +176,11 @@ class DecodeGraphs(Graphs):
         """`rows_per_request` above 1 is for verify steps: buckets that hold whole requests are captured."""
         self.rows_per_request = rows_per_request
         whole = tuple(entry for entry in table if entry[0] % rows_per_request == 0)
+        if table and not whole:
+            raise ShapeError(
+                f"no decode bucket holds whole requests of {rows_per_request} rows: "
+                f"add multiples of {rows_per_request} to graphs.decode.buckets of the spec"
+            )
         super().__init__(whole, forward, step, inputs, **options)
 
     def _check(self, ticket: Ticket) -> None:

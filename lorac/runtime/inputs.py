@@ -17,7 +17,6 @@ class StaticInputs:
         self.padding = dict(padding)
         if unknown := sorted(map(str, set(self.padding) - set(self.tensors))):
             raise ShapeError(f"padding is given for {', '.join(unknown)}, which are no static inputs")
-        self._filled = dict.fromkeys(self.tensors, 0)
 
     def check_room(self, rows: int) -> None:
         """Raise ShapeError where an input has fewer than `rows` rows."""
@@ -34,10 +33,11 @@ class StaticInputs:
         given = dict(_items(given))
         return forward(**given) if self.named else forward(*given.values())
 
-    def fill(self, given, rows: int) -> None:
-        """Copy `rows` live rows in, and pad what an earlier batch left behind them.
+    def fill(self, given, rows: int, bucket: int) -> None:
+        """Copy `rows` live rows in, and pad those after them up to the bucket's.
 
-        An input that already is the static tensor is not copied. Raises ShapeError where one does not fit.
+        All of those, each time, for who else writes there (graphs that share the tensors, the caller) is not known. An
+        input that already is the static tensor is not copied. Raises ShapeError where one does not fit.
         """
         given = dict(_items(given))
         if set(given) != set(self.tensors):
@@ -50,15 +50,13 @@ class StaticInputs:
                 )
             if value.data_ptr() != static.data_ptr() or value.device != static.device:
                 live.copy_(value, non_blocking=True)
-            if self._filled[name] > rows:
-                static[rows : self._filled[name]].fill_(self.padding.get(name, 0))
-            self._filled[name] = rows
+            if rows < bucket:
+                static[rows:bucket].fill_(self.padding.get(name, 0))
 
     def clear(self) -> None:
         """Make every row padding."""
         for name, static in self.tensors.items():
             static.fill_(self.padding.get(name, 0))
-            self._filled[name] = 0
 
     def addresses(self, forward) -> dict[str, int]:
         """Addresses a graph of this forward bakes in: of inputs, and of parameters and buffers where it is a module."""

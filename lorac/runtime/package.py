@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 
 from lorac.runtime.errors import PackageError
+from lorac.runtime.launch import interpreted
 from lorac.runtime.ops import add, add_experts, linear, moe
 from lorac.runtime.slots import Slots
 from lorac.runtime.step import Step
@@ -32,10 +33,13 @@ def backend_module(package: str, backends: tuple[str, ...], name: str) -> Module
 
 
 def warm(step: Step) -> int:
-    """Compile every kernel of the step's backend for the current device; returns how many configurations there are."""
+    """Compile every kernel of the step's backend for the current device; returns how many configurations there are.
+
+    Triton's interpreter, on a CPU, compiles none.
+    """
     kernels = (step.tables.ROUTE, *step.backend.KERNELS)
     configurations = [(kernel, launch) for kernel in kernels for launch in kernel.launches]
-    for kernel, launch in configurations:
+    for kernel, launch in () if interpreted() else configurations:
         kernel.compile(launch)
     return len(configurations)
 

@@ -45,6 +45,15 @@ def even_starts(requests: int, rows: int) -> array:
     return array("i", range(0, requests * rows + 1, rows))
 
 
+def _check_logits(logits: list[int], tokens: list[int]) -> None:
+    """Raise ShapeError unless as many rows of each request reach lm_head as it can have."""
+    if len(logits) != len(tokens):
+        raise ShapeError(f"logits lists {len(logits)} counts for {len(tokens)} requests")
+    for number, (count, of) in enumerate(zip(logits, tokens, strict=True)):
+        if not 0 <= count <= of:
+            raise ShapeError(f"logits has {count} rows for request {number}, which has {of} tokens")
+
+
 class _Found(NamedTuple):
     """Where the adapters of a batch are, as long as no slot changes."""
 
@@ -104,6 +113,8 @@ class Step:
         One asynchronous copy and at most one kernel launch; the host never waits for the device. Raises SlotError
         for an adapter that is in no slot.
         """
+        if rows_per_request < 1:
+            raise ShapeError(f"rows_per_request is {rows_per_request}; a request has at least one row")
         return self._prepare("decode", rows, even_starts(len(rows), rows_per_request), None, rows_per_request)
 
     def prepare_prefill(self, requests: list[tuple[str | None, int]], logits: list[int] | None = None) -> Ticket:
@@ -119,6 +130,8 @@ class Step:
 
     def prepare_slots(self, phase: str, slots: list[int], rows: list[int], logits: list[int] | None = None) -> Ticket:
         """As the other `prepare` methods, with requests named by slot number (-1: base) and their rows."""
+        if logits is not None:
+            _check_logits(logits, rows)
         with self.slots.lock:
             found = self._held(array("i", slots))
             return self._admit(phase, found, starts_of(rows), logits and starts_of(logits), 1)
@@ -219,8 +232,7 @@ class Step:
             raise ShapeError("every request needs at least one token: leave finished requests out")
         if logits is None:
             return self._prepare(phase, names, starts_of(tokens), even_starts(len(requests), 1), 1)
-        if len(logits) != len(requests) or min(logits, default=0) < 0:
-            raise ShapeError(f"logits lists {len(logits)} counts for {len(requests)} requests")
+        _check_logits(logits, tokens)
         return self._prepare(phase, names, starts_of(tokens), starts_of(logits), 1)
 
     def _prepare(

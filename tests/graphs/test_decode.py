@@ -246,3 +246,38 @@ def test_the_report_names_graphs_and_causes(server):
     text = graphs.report()
     assert "3 graphs" in text and "2 nolora" in text and "1 hits" in text
     assert "eager 1 times: above the largest bucket" in text
+
+
+def test_rows_past_a_batch_are_padding_whoever_wrote_there(server):
+    s = server("csgmv")
+    seen = []
+
+    def forward(x, place):
+        seen.append(place.clone())
+        return x
+
+    static = {"x": torch.zeros(64, 32), "place": torch.zeros(64, dtype=torch.int64)}
+    decode = s.package.DecodeGraphs(forward, s.step, static, padding={"place": -1})
+    prefill = s.package.PrefillGraphs(forward, s.step, static, padding={"place": -2})
+    decode.capture()
+    prefill.capture()
+
+    def live(rows: int) -> dict[str, torch.Tensor]:
+        return {"x": s.inputs(rows), "place": torch.arange(100, 100 + rows)}
+
+    for _ in range(2):
+        decode.run(s.step.prepare(["a"] * 3), live(3))
+        assert seen[-1].tolist() == [100, 101, 102, -1]
+        prefill.run(s.step.prepare_prefill([("a", 13)]), live(13))
+        assert seen[-1].tolist() == [*range(100, 113), -2, -2, -2]
+        static["place"][:] = 7  # as a caller that writes more than is live
+    assert hits(decode) == hits(prefill) == 2
+
+
+def test_requests_that_fit_no_bucket_whole_are_told_so(server):
+    s = server("csgmv")
+    assert "no decode bucket is a multiple of 3 rows" in s.step.prepare(["a"], rows_per_request=3).reason
+    with pytest.raises(ShapeError, match="no decode bucket holds whole requests of 3 rows"):
+        s.decode(rows_per_request=3)
+    with pytest.raises(ShapeError, match="rows_per_request is 0"):
+        s.step.prepare(["a"], rows_per_request=0)

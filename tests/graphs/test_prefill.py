@@ -187,3 +187,20 @@ def test_breaks_may_write_in_place_and_return_several(server):
         out = graphs.run(s.step.prepare_prefill([(None, tokens)]), {"x": x})
         torch.testing.assert_close(out["y"], x * 6 + 1)
         torch.testing.assert_close(out["sums"], (x * 2).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("logits", "why"),
+    [
+        ([2], "1 counts for 2 requests"),
+        ([1, 3], "3 rows for request 1, which has 2"),
+        ([-1, 1], "-1 rows for request 0"),
+    ],
+)
+def test_more_logits_than_tokens_are_refused(server, logits, why):
+    # the map of rows that reach lm_head has room for those there are
+    s = server("csgmv")
+    with pytest.raises(ShapeError, match=why):
+        s.step.prepare_prefill([("a", 2), (None, 2)], logits=logits)
+    with pytest.raises(ShapeError, match=why):
+        s.step.prepare_slots("prefill", [0, -1], [2, 2], logits=logits)
