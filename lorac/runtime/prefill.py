@@ -58,6 +58,12 @@ def _traced(forward: Callable) -> Callable:
 
     It is called for warm-ups and captures only, so nothing need bound how often it is traced.
     """
-    traced = torch.compile(forward, fullgraph=True)
+
+    def alone(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    # torch counts retraces, and gives up, by code: this is nobody else's, whatever was compiled of the forward before
+    alone.__code__ = alone.__code__.replace()
+    traced = torch.compile(alone, fullgraph=True)
     unbounded = torch._dynamo.config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
     return unbounded(traced)

@@ -72,6 +72,11 @@ def test_a_forward_is_traced_for_more_buckets_than_torch_retraces_for_by_itself(
     buckets = [4 * turn for turn in range(1, 13)]
     changed = {"graphs__prefill__buckets": buckets, "graphs__prefill__max_tokens": 48}
     s = server("csgmv", spec=spec(**changed))
+    elsewhere = compiler(s.model, backend="eager", dynamic=False)
+    s.step.prepare_prefill([("a", 48)])
+    for rows in buckets:  # as many as torch compiles of one function, which it then leaves alone
+        with s.step.using(s.step.describe("prefill", rows, "lora")), torch.no_grad():
+            elsewhere(torch.zeros(rows, 32))
     graphs = s.package.PrefillGraphs(s.model, s.step, torch.zeros(48, 32), mode="tc_piecewise")
     graphs.capture()
     assert {bucket for bucket, *_ in graphs._stats.costs} == set(buckets)
