@@ -35,7 +35,8 @@ def break_here(function: Callable, *, like: Callable | None = None) -> Callable:
     also write into tensors it is given. Anything else it is given, or returns, is what it was at capture.
 
     A forward that torch.compile traces sees an operator in its place: then it takes tensors only, writes into none of
-    them and returns a new one, and `like` makes an empty tensor of the result's shape from the same arguments.
+    them and returns a new one, and `like` makes an empty tensor of the result's shape from the same arguments: by
+    `q.shape[0]`, for `len(q)` is a number to torch.compile, which then traces every bucket anew.
     """
     number = len(BREAKS)
     BREAKS.append(Marked(function, like))
