@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -45,7 +44,7 @@ class Served(NamedTuple):
 
 
 def compile_package(
-    folder: Path, targets: tuple[str, ...], workers: int | None = None, batches: Iterable[Served] | None = None
+    folder: Path, targets: tuple[str, ...], workers: int | None = None, batches: list[Served] | None = None
 ) -> list[Row]:
     """Compile every configuration, or those that some batches need, once for each target, over all cores.
 
@@ -56,8 +55,7 @@ def compile_package(
     """
     workers = workers or os.cpu_count() or 1
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[2])
-    wanted = json.dumps(batches if batches is None else list(batches))
+    root, wanted = str(Path(__file__).parents[2]), json.dumps(batches)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _WORKER, str(folder), ",".join(targets), wanted, str(share), str(workers), root],

@@ -132,11 +132,12 @@ class Graphs:
         return run
 
     def _capture_one(self, key: GraphKey, warmed: float) -> None:
-        engine, started, before = self.step.engine, time.perf_counter(), self.step.engine.reserved()
+        engine = self.step.engine
+        before, started = engine.reserved(), time.perf_counter()
         recording = engine.record(self._run_of(key), self.breakable)
         if self.breakable:
             engine.release()  # what breaks used meanwhile is not the graph's
-        pieces, seconds = (len(recording.items) + 1) // 2, warmed + time.perf_counter() - started
+        seconds, pieces = warmed + time.perf_counter() - started, (len(recording.items) + 1) // 2
         self._stats.costs[key] = Cost(engine.reserved() - before, seconds, pieces)
         self._recordings[key] = recording
         self._unchecked.add(key)

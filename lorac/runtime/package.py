@@ -39,8 +39,9 @@ def warm(step: Step) -> int:
     """
     kernels = (step.tables.ROUTE, *step.backend.KERNELS)
     configurations = [(kernel, launch) for kernel in kernels for launch in kernel.launches]
-    for kernel, launch in () if interpreted() else configurations:
-        kernel.compile(launch)
+    if not interpreted():
+        for kernel, launch in configurations:
+            kernel.compile(launch)
     return len(configurations)
 
 

@@ -60,14 +60,12 @@ class Scratch:
             # of what was held before, earlier graphs may need what is held no more; nothing else was captured
             lost = [tensor for name, tensor in held.items() if self._tensors.get(name) is not tensor]
             self._outgrown = outgrown + lost
-        grown = {name: tensor for name, tensor in self._tensors.items() if held.get(name) is not tensor}
-        sizes = {name: (tensor.numel(), tensor.dtype) for name, tensor in grown.items()}
+        grown = {name: (of.numel(), of.dtype) for name, of in self._tensors.items() if held.get(name) is not of}
         for name in grown:
             del self._tensors[name]
-        grown.clear()
         self.forget()
         release()
-        for name, (elements, dtype) in sizes.items():
+        for name, (elements, dtype) in grown.items():
             self._make(name, elements, dtype)
 
     def _make(self, name: str, elements: int, dtype: torch.dtype) -> None:
