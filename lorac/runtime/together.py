@@ -11,9 +11,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 
 import torch
 import triton
+from triton.runtime.build import compile_module_from_src
 from triton.runtime.driver import driver
 
 from lorac.runtime.compiled import ALIGN, Unaligned
@@ -31,78 +34,88 @@ _alive = 0
 class Together:
     """`run(*tensors)`, whose launches depend on its tensors' addresses alone; see the module.
 
-    `places` counts the parameters that say where one of those is.
+    `places` counts the parameters that say where one of those is. `make` makes the last tensor, where there is one that
+    calls are not passed. Calls go by `replay.c`, which reads some attributes and has `otherwise` do what it does not.
     """
 
-    def __init__(self, run: Callable[..., None], places: int):
-        self.run, self.places, self.calls, self.graph, self.refused = run, places, 0, None, False
-        self.capturing, self.hooks = torch.cuda.is_current_stream_capturing, triton.knobs.runtime
+    def __init__(self, run: Callable[..., None], places: int, make: Callable[[], torch.Tensor] | None):
+        """Raises _DriverError for a driver that lacks a function."""
+        self.run, self.places, self.make = run, places, make
+        self.cuda, self.replay = _driver(), _replay()
+        self.calls, self.graph, self.refused = 0, None, False
+        self.executable = self.addresses = None  # of the graph, and where its kernels look for the tensors
+        self.graph_launch, self.is_capturing = map(_address, (self.cuda.cuGraphLaunch, self.cuda.cuStreamIsCapturing))
+        self.stream_of, self.device = driver.active.get_current_stream, torch.cuda.current_device()
+        self.hooks = triton.knobs.runtime
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        graph, hooks = self.graph, self.hooks.launch_enter_hook.calls
-        if graph is not None and not hooks:  # a profiler's hooks want to see each kernel
-            stream = graph.stream_of(graph.device)
-            # a capture takes the kernels themselves, to chain them to others; the default stream is never captured
-            if not stream or not self.capturing():
-                addresses = [tensor.data_ptr() for tensor in tensors]
-                told = addresses == graph.addresses or graph.told(addresses)
-                if told and graph.launch(graph.executable, stream) == 0:
-                    return
-        # or not launched: a thread without a context, or what a launch by itself will raise
-        self.run(*tensors)
-        if graph is None and not hooks:
+    def otherwise(self, *tensors: torch.Tensor) -> None:
+        """Launch where the graph, if there is one, does not look for these tensors or may not be launched.
+
+        Raises Unaligned for a tensor that starts on no 16 bytes.
+        """
+        if not self.replay.allowed(self):
+            self.run(*tensors)
+        elif self.graph is None:
+            self.run(*tensors)
             self._count(tensors)
+        # not launched: a thread without a context, or what a launch by itself will raise
+        elif not (self._told(tensors) and self.replay.launched(self)):
+            self.run(*tensors)
 
     def _count(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make the graph once there have been as many calls, where it may be made."""
-        if self.capturing():
-            return
         self.calls += 1
         if self.calls % OFTEN or self.refused or _alive >= MOST or not all(tensor.numel() for tensor in tensors):
             return
         if threading.active_count() > 1:
             return  # another thread may wait for the whole device, which fails while anything is captured on it
         try:
-            self.graph = _Graph(self.run, tensors, self.places)
+            self.graph = _Graph(self.cuda, self.run, tensors, self.places)
         except _DriverError as error:
             self.refused = True
             warnings.warn(f"kernels of a module are launched one by one: {error}", RuntimeWarning, stacklevel=3)
+            return
+        self.executable, self.addresses = self.graph.executable, _addresses(tensors)
+
+    def _told(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the graph's kernels could be told that the tensors are where they are."""
+        known, addresses = self.addresses, _addresses(tensors)
+        if any(address % ALIGN for address in addresses):
+            raise Unaligned
+        self.addresses = None  # unless all kernels are told, none is known
+        if not self.graph.told(known, addresses):
+            return False
+        self.addresses = addresses
+        return True
+
+
+def _addresses(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 class _Graph:
     """An instantiated graph of the kernels that `run(*tensors)` launches."""
 
-    def __init__(self, run: Callable[..., None], tensors: tuple[torch.Tensor, ...], places: int):
+    def __init__(self, cuda: ctypes.CDLL, run: Callable[..., None], tensors: tuple[torch.Tensor, ...], places: int):
         """Raises _DriverError where it cannot be made, or tensors not be told apart among the parameters."""
         global _alive
-        self.device, self.cuda = tensors[0].device.index, _driver()
-        self.stream_of = driver.active.get_current_stream
-        self.addresses = [tensor.data_ptr() for tensor in tensors]
-        if len(set(self.addresses)) < len(tensors):
+        addresses = _addresses(tensors)
+        if len(set(addresses)) < len(tensors):
             raise _DriverError("tensors at one address are not told apart")
-        graph, executable = _captured(run, tensors, self.cuda)
-        self.executable, self.launch = executable.value, self.cuda.cuGraphLaunch
+        graph, executable = _captured(run, tensors, cuda)
+        self.cuda, self.executable = cuda, executable.value
         _alive += 1
         # atexit the driver may be gone before
-        weakref.finalize(self, _destroy, self.cuda, graph, executable).atexit = False
-        self.nodes = [_Node(self.cuda, node, self.addresses) for node in _nodes(self.cuda, graph)]
+        weakref.finalize(self, _destroy, cuda, graph, executable).atexit = False
+        self.nodes = [_Node(cuda, node, addresses) for node in _nodes(cuda, graph)]
         found = sum(len(node.places) for node in self.nodes)
         if found != places:
             raise _DriverError(f"{found} of their parameters, not {places}, are found to say where tensors are")
 
-    def told(self, addresses: list[int]) -> bool:
-        """Whether its kernels could be told that tensors are at these addresses.
-
-        Raises Unaligned for one that starts on no 16 bytes.
-        """
-        if any(address % ALIGN for address in addresses):
-            raise Unaligned
-        known, self.addresses = self.addresses, [0] * len(addresses)  # unless all kernels are told, none is known
-        moved = {at for at, address in enumerate(addresses) if address != known[at]}
-        if any(node.tell(self.cuda, self.executable, addresses, moved) for node in self.nodes):
-            return False
-        self.addresses = addresses
-        return True
+    def told(self, known: tuple[int, ...] | None, addresses: tuple[int, ...]) -> bool:
+        """Whether its kernels could be told that tensors are at these addresses, of which they may know some."""
+        moved = {at for at, address in enumerate(addresses) if known is None or address != known[at]}
+        return not any(node.tell(self.cuda, self.executable, addresses, moved) for node in self.nodes)
 
 
 class _NodeParams(ctypes.Structure):
@@ -123,7 +136,7 @@ class _NodeParams(ctypes.Structure):
 class _Node:
     """A kernel of a graph, with a copy of its parameters to write new addresses in."""
 
-    def __init__(self, cuda: ctypes.CDLL, node: int, addresses: list[int]):
+    def __init__(self, cuda: ctypes.CDLL, node: int, addresses: tuple[int, ...]):
         self.node, self.params = node, _NodeParams()
         _check(cuda.cuGraphKernelNodeGetParams_v2(node, ctypes.addressof(self.params)), "its parameters are not told")
         extents = _extents(cuda, self.params.function)
@@ -139,7 +152,7 @@ class _Node:
                     self.places.append((tensor, start + offset, size == _DESCRIPTOR))
         self.params.values = ctypes.cast(self.values, ctypes.POINTER(ctypes.c_void_p))
 
-    def tell(self, cuda: ctypes.CDLL, executable: int, addresses: list[int], moved: set[int]) -> int:
+    def tell(self, cuda: ctypes.CDLL, executable: int, addresses: tuple[int, ...], moved: set[int]) -> int:
         """Have the next launches find the tensors that have `moved`; returns the driver's error, 0 for none."""
         places = [of for of in self.places if of[0] in moved]
         for tensor, place, in_descriptor in places:
@@ -256,6 +269,7 @@ def _driver() -> ctypes.CDLL:
         "cuTensorMapReplaceAddress": (word, word),
         "cuGraphExecKernelNodeSetParams_v2": (word, word, word),
         "cuGraphLaunch": (word, word),
+        "cuStreamIsCapturing": (word, word),
         "cuGraphExecDestroy": (word,),
         "cuGraphDestroy": (word,),
     }
@@ -267,11 +281,40 @@ def _driver() -> ctypes.CDLL:
     return cuda
 
 
-def together(*launches: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _address(function) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+@functools.cache
+def _replay() -> ModuleType:
+    """`replay.c` as a module, compiled as Triton compiles its own launchers, and kept in its cache."""
+    source = Path(__file__).with_name("replay.c").read_text(encoding="utf-8")
+    return compile_module_from_src(src=source, name="lorac_replay")
+
+
+def together(
+    *launches: Callable, y: Callable[[], torch.Tensor] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., torch.Tensor | None]]:
     """Make a function of tensors that calls these bound launches alone cheap to call often, where a CUDA driver is.
 
     It must call the same ones each time, on the current stream, with tensors of which only the addresses differ.
+    Where `y` makes the last of them, what it becomes takes all but that, and returns it.
     """
-    if not torch.version.cuda or not torch.cuda.is_available() or interpreted():
-        return lambda run: run
-    return functools.partial(Together, places=sum(launch.places for launch in launches))
+
+    def made(run: Callable[..., None]) -> Callable[..., torch.Tensor | None]:
+        if torch.version.cuda and torch.cuda.is_available() and not interpreted():
+            try:
+                made = Together(run, sum(launch.places for launch in launches), y)
+            except _DriverError as error:
+                warnings.warn(f"kernels of modules are launched one by one: {error}", RuntimeWarning, stacklevel=2)
+            else:
+                return functools.partial(made.replay.call, made)
+        return run if y is None else functools.partial(_into, y, run)
+
+    return made
+
+
+def _into(make: Callable[[], torch.Tensor], run: Callable[..., None], *tensors: torch.Tensor) -> torch.Tensor:
+    y = make()
+    run(*tensors, y)
+    return y

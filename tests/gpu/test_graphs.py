@@ -136,7 +136,7 @@ def test_a_traced_forward_is_captured_in_pieces(package, slots, backend):
     out = graphs.run(ticket, x).clone()
     assert ticket.bucket == 64 and sum(graphs.stats()["hits"].values()) == 1
     with torch.no_grad(), step.launching():
-        traced, eager = graphs.forward(static)[:60], forward(x)
+        traced, eager = graphs.captured(static)[:60], forward(x)
     assert torch.equal(out, traced)
     # the compiler rounds less often than eager does: both are held to what bfloat16 allows
     of = [1] * 35 + [-1] * 25

@@ -1,6 +1,9 @@
 """Launches made together, against a driver that keeps graphs in Python: what kernels are told, and when not to."""
 
 import ctypes
+import functools
+import sys
+import weakref
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ from lorac.runtime import together
 from lorac.runtime.compiled import Unaligned
 
 POINTER, DESCRIPTOR, SCALAR = 8, 128, 4
+EXECUTABLE = 0x7E00_0000_0008
 FAR = 0x7F00_0000_0000
+TwoPointers = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Driver:
@@ -27,7 +32,8 @@ class Driver:
         self.memory = [[ctypes.create_string_buffer(value, len(value)) for value in of] for of in self.kernels]
         self.pointers = [(ctypes.c_void_p * len(of))(*map(ctypes.addressof, of)) for of in self.memory]
         self.told, self.launched, self.result, self.stuck = [], [], 0, 0
-        self.active, self.stream = self, 7
+        self.active, self.stream, self.capturing, self.asked = self, 7, False, []
+        self.cuGraphLaunch, self.cuStreamIsCapturing = TwoPointers(self.launch), TwoPointers(self.is_capturing)
 
     def get_current_stream(self, device: int) -> int:
         return self.stream
@@ -65,10 +71,16 @@ class Driver:
         self.told.append(node)
         return 0
 
-    def cuGraphLaunch(self, executable, stream):
+    def launch(self, executable, stream):
+        assert (executable, stream or 0) == (EXECUTABLE, self.stream)
         if not self.result:
             self.launched.append([list(of) for of in self.kernels])
         return self.result
+
+    def is_capturing(self, stream, at):
+        self.asked.append(stream)
+        ctypes.c_int.from_address(at).value = self.capturing
+        return 0
 
 
 @pytest.fixture
@@ -79,7 +91,7 @@ def tensors():
 @pytest.fixture
 def driver(tensors, monkeypatch):
     driver = Driver([tensor.data_ptr() for tensor in tensors])
-    handle = ctypes.c_void_p(7)
+    handle = ctypes.c_void_p(EXECUTABLE)
     monkeypatch.setattr(together, "_driver", lambda: driver)
     monkeypatch.setattr(together, "_captured", lambda run, tensors, cuda: (handle, handle))
     monkeypatch.setattr(together, "_nodes", lambda cuda, graph: [1, 2])
@@ -88,22 +100,33 @@ def driver(tensors, monkeypatch):
     monkeypatch.setattr(together, "_alive", 0)
     monkeypatch.setattr(together, "OFTEN", 3)
     monkeypatch.setattr(together.threading, "active_count", lambda: 1)
+    # as where there is a GPU
+    monkeypatch.setattr(together, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return driver
 
 
-def launcher(plain: list) -> together.Together:
+class Bound:
+    """A bound launch, of which `places` parameters say where tensors are."""
+
+    def __init__(self, places: int):
+        self.places = places
+
+
+def launcher(plain: list, y=None) -> functools.partial:
     """Of two kernels: x by its address in both, and the weight and y of the second."""
-    return together.Together(lambda *of: plain.append(of), places=4)
+    return together.together(Bound(1), Bound(3), y=y)(lambda *of: plain.append(of))
 
 
-@pytest.fixture
-def capturing(monkeypatch):
-    state = {"now": False}
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["now"])
-    return state
+def graph_of(run: functools.partial):
+    """That of what `launcher` made."""
+    (launches,) = run.args
+    return launches.graph
 
 
-def test_a_graph_from_the_nth_call_on_told_only_what_moved(driver, capturing, tensors):
+def test_a_graph_from_the_nth_call_on_told_only_what_moved(driver, tensors):
     plain = []
     run = launcher(plain)
     for _ in range(5):
@@ -122,23 +145,23 @@ def test_a_graph_from_the_nth_call_on_told_only_what_moved(driver, capturing, te
     assert driver.told == [2, 1, 2]
 
 
-def test_captures_take_the_kernels_themselves(driver, capturing, tensors):
+def test_captures_take_the_kernels_themselves(driver, tensors):
     plain = []
     run = launcher(plain)
-    capturing["now"] = True
+    driver.capturing = True
     for _ in range(4):
         run(*tensors)
-    assert run.graph is None, "made in no capture"
-    capturing["now"] = False
+    assert graph_of(run) is None, "made in no capture"
+    driver.capturing = False
     for _ in range(4):
         run(*tensors)
     assert len(plain) == 7 and len(driver.launched) == 1
-    capturing["now"] = True
+    driver.capturing = True
     run(*tensors)
     assert len(plain) == 8 and len(driver.launched) == 1
 
 
-def test_profilers_see_each_kernel(driver, capturing, tensors, monkeypatch):
+def test_profilers_see_each_kernel(driver, tensors, monkeypatch):
     """Through their hooks: before a graph is made, which waits until they are gone, and after."""
     plain, hook = [], together.triton.knobs.runtime.launch_enter_hook
     run = launcher(plain)
@@ -150,19 +173,73 @@ def test_profilers_see_each_kernel(driver, capturing, tensors, monkeypatch):
     assert len(plain) == 5 + 3 + 5
 
 
-def test_the_default_stream_is_not_asked_whether_it_is_captured(driver, tensors, monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(asked.append(driver.stream)))
+def test_the_default_stream_is_not_asked_whether_it_is_captured(driver, tensors):
     run = launcher([])
     for _ in range(3):
         run(*tensors)
-    asked.clear()
+    driver.asked.clear()
     for driver.stream in (7, 0, 7):
         run(*tensors)
-    assert asked == [7, 7] and len(driver.launched) == 3
+    assert driver.asked == [7, 7] and len(driver.launched) == 3
 
 
-def test_kernels_are_told_of_no_tensor_that_starts_off_16_bytes(driver, capturing, tensors):
+def test_a_result_is_made_anew_for_each_call(driver, tensors):
+    """One by one, by the graph, and told where it is; what stands in the way of making it is raised, and no crash."""
+    x, weight, y = tensors
+    plain, results = [], [y, y, y, y, torch.zeros(4), torch.zeros(4)]
+    made = iter(results)
+    run = launcher(plain, y=lambda: next(made))
+    for result in results:
+        assert run(x, weight) is result
+    assert [of[-1] is y for of in plain] == [True] * 3 and len(driver.launched) == 3 and driver.told == [2, 2]
+    with pytest.raises(StopIteration):
+        run(x, weight)
+    assert len(driver.launched) == 3
+
+
+def test_what_goes_wrong_on_the_way_is_raised(driver, tensors, monkeypatch):
+    run = launcher([])
+    for _ in range(3):
+        run(*tensors)
+
+    def no_stream(device: int) -> int:
+        raise ValueError(f"no stream of device {device}")
+
+    for at_fault, error, call in (
+        ((driver, "stream", "7"), TypeError, lambda: run(*tensors)),
+        ((run.args[0], "stream_of", no_stream), ValueError, lambda: run(*tensors)),
+        ((run.args[0], "hooks", None), AttributeError, lambda: run(*tensors)),
+        ((run.args[0], "is_capturing", None), TypeError, lambda: run(*tensors)),
+        ((run.args[0], "run", None), AttributeError, lambda: run(1, 2, 3)),
+        ((run.args[0], "run", None), TypeError, lambda: run(*tensors * 3)),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(error):
+            patched.setattr(*at_fault)
+            call()
+    assert not driver.launched
+    run(*tensors)
+    assert len(driver.launched) == 1
+
+
+def test_nothing_leaks_and_no_cycle_keeps_a_graph(driver, tensors):
+    """Graphs take device memory: they go with the last reference, not when Python looks for cycles."""
+    x, weight, y = tensors
+    run = launcher([], y=lambda: y)
+    for _ in range(4):
+        run(x, weight)
+    graph = weakref.ref(graph_of(run))
+    launches, made = run.args[0], run.args[0].make
+    before = [sys.getrefcount(of) for of in (None, x, y, launches, made)]
+    for _ in range(1000):
+        run(x, weight)
+    after = [sys.getrefcount(of) for of in (None, x, y, launches, made)]
+    assert all(abs(b - a) < 100 for a, b in zip(after, before, strict=True)), (before, after)
+    assert len(driver.launched) == 1001
+    del run, launches
+    assert graph() is None
+
+
+def test_kernels_are_told_of_no_tensor_that_starts_off_16_bytes(driver, tensors):
     run = launcher([])
     for _ in range(3):
         run(*tensors)
@@ -174,7 +251,7 @@ def test_kernels_are_told_of_no_tensor_that_starts_off_16_bytes(driver, capturin
     assert len(driver.launched) == 1 and not driver.told
 
 
-def test_tensors_that_cannot_be_told_apart_are_launched_one_by_one(driver, capturing, tensors):
+def test_tensors_that_cannot_be_told_apart_are_launched_one_by_one(driver, tensors):
     x, weight, _ = tensors
     plain = []
     run = launcher(plain)
@@ -188,16 +265,16 @@ def test_tensors_that_cannot_be_told_apart_are_launched_one_by_one(driver, captu
     assert len(plain) == 12 and not driver.launched
 
 
-def test_no_more_graphs_than_are_good(driver, capturing, tensors, monkeypatch):
+def test_no_more_graphs_than_are_good(driver, tensors, monkeypatch):
     monkeypatch.setattr(together, "MOST", 1)
     first, second = (launcher([]) for _ in range(2))
     for run in (first, second):
         for _ in range(4):
             run(*tensors)
-    assert first.graph is not None and second.graph is None
+    assert graph_of(first) is not None and graph_of(second) is None
 
 
-def test_what_cannot_be_launched_together_is_launched_one_by_one(driver, capturing, tensors):
+def test_what_cannot_be_launched_together_is_launched_one_by_one(driver, tensors):
     """On a thread without a context, say; and what was told in part is told again."""
     plain = []
     run = launcher(plain)
@@ -215,21 +292,21 @@ def test_what_cannot_be_launched_together_is_launched_one_by_one(driver, capturi
     assert len(plain) == 5 and driver.launched == [Driver([of.data_ptr() for of in tensors]).kernels]
 
 
-def test_no_capture_while_another_thread_may_wait_for_the_device(driver, capturing, tensors, monkeypatch):
+def test_no_capture_while_another_thread_may_wait_for_the_device(driver, tensors, monkeypatch):
     threads = {"now": 2}
     monkeypatch.setattr(together.threading, "active_count", lambda: threads["now"])
     run = launcher([])
     for _ in range(3):
         run(*tensors)
-    assert run.graph is None
+    assert graph_of(run) is None
     threads["now"] = 1
     for _ in range(3):
         run(*tensors)
-    assert run.graph is not None
+    assert graph_of(run) is not None
 
 
-def test_nothing_is_made_of_nothing(driver, capturing, recwarn):
+def test_nothing_is_made_of_nothing(driver, recwarn):
     run = launcher([])
     for _ in range(4):
         run(*(torch.zeros(0) for _ in range(3)))
-    assert run.graph is None and not recwarn.list
+    assert graph_of(run) is None and not recwarn.list

@@ -800,19 +800,12 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         rows=rows,
     )
 
-    @together(first, last)
+    @together(first, last, y=empty_rows(rows, 6144, torch.bfloat16))
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(x, weight, y, y)
 
-    new = empty_rows(rows, 6144, torch.bfloat16)
-
-    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = new()
-        launch_both(x, weight, y)
-        return y
-
-    return into_new
+    return launch_both
 
 
 # o_proj: 4096 -> o_proj 4096
@@ -1359,19 +1352,12 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         rows=rows,
     )
 
-    @together(first, last)
+    @together(first, last, y=empty_rows(rows, 4096, torch.bfloat16))
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(x, weight, y, y)
 
-    new = empty_rows(rows, 4096, torch.bfloat16)
-
-    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = new()
-        launch_both(x, weight, y)
-        return y
-
-    return into_new
+    return launch_both
 
 
 # gate_up_proj: 4096 -> gate_proj 14336 | up_proj 14336
@@ -1930,19 +1916,12 @@ def linear_gate_up_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds
         rows=rows,
     )
 
-    @together(first, last)
+    @together(first, last, y=empty_rows(rows, 28672, torch.bfloat16))
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(x, weight, y, y)
 
-    new = empty_rows(rows, 28672, torch.bfloat16)
-
-    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = new()
-        launch_both(x, weight, y)
-        return y
-
-    return into_new
+    return launch_both
 
 
 # down_proj: 14336 -> down_proj 4096
@@ -2509,19 +2488,12 @@ def linear_down_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, s
         rows=rows,
     )
 
-    @together(first, last)
+    @together(first, last, y=empty_rows(rows, 4096, torch.bfloat16))
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(x, weight, y, y)
 
-    new = empty_rows(rows, 4096, torch.bfloat16)
-
-    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = new()
-        launch_both(x, weight, y)
-        return y
-
-    return into_new
+    return launch_both
 
 
 # rows, (least, most), at which cuBLAS has the base: without adapters, and with some, where it is faster by more than

@@ -895,19 +895,12 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         rows=rows,
     )
 
-    @together(first, last)
+    @together(first, last, y=empty_rows(rows, 5120, torch.bfloat16))
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(x, weight, y, y)
 
-    new = empty_rows(rows, 5120, torch.bfloat16)
-
-    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = new()
-        launch_both(x, weight, y)
-        return y
-
-    return into_new
+    return launch_both
 
 
 # o_proj: 4096 -> o_proj 2048
@@ -1557,19 +1550,12 @@ def linear_o_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, scra
         rows=rows,
     )
 
-    @together(first, last)
+    @together(first, last, y=empty_rows(rows, 2048, torch.bfloat16))
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(x, weight, y, y)
 
-    new = empty_rows(rows, 2048, torch.bfloat16)
-
-    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = new()
-        launch_both(x, weight, y)
-        return y
-
-    return into_new
+    return launch_both
 
 
 SHARES_LIMIT = tl.constexpr(MOST_SHARES)

@@ -700,19 +700,12 @@ def linear_qkv_proj(x: Moving, weight: Moving, slot: Instance, batch: Bounds, sc
         rows=rows,
     )
 
-    @together(first, last)
+    @together(first, last, y=empty_rows(rows, 128, torch.float32))
     def launch_both(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         first(x)
         last(x, weight, y)
 
-    new = empty_rows(rows, 128, torch.float32)
-
-    def into_new(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = new()
-        launch_both(x, weight, y)
-        return y
-
-    return into_new
+    return launch_both
 
 
 SHARES_LIMIT = tl.constexpr(MOST_SHARES)
