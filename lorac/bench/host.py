@@ -47,7 +47,7 @@ class HostTime:
 
 def host_times(workload: Workload, backend: str) -> list[HostTime]:
     """prepare for a decode and a prefill batch; add (and linear) of every module, launched eagerly: by itself while the
-    device waits, and among all of a forward, as engines do.
+    device waits, and among all of a forward, as engines do; and of one module where no `launching` is around it.
     """
     slots = workload.package.LAYOUT.slots
     step = workload.package.Step(workload.slots, backend)
@@ -67,6 +67,9 @@ def host_times(workload: Workload, backend: str) -> list[HostTime]:
             times += [_timed(backend, f"{call}, {rows} rows", run) for call, run in _launches(workload, step).items()]
             for call, run, count in _forwards(workload, step):
                 times.append(_timed(backend, f"{call}, each of {count}, {rows} rows", run, count))
+        name, layers = next(iter(workload.layers.items()))
+        for call, run in _calls(workload, step, name, layers[0]).items():
+            times.append(_timed(backend, f"{call} {name} outside of launching, {rows} rows", run))
     return times
 
 

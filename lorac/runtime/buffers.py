@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 import torch
+from triton.runtime.driver import driver
 
 from lorac.runtime.errors import SlotError
 from lorac.runtime.layout import Layout, Module
@@ -125,11 +126,14 @@ class Buffers:
 
         Steps are many and commits few: what a step has enqueued when a commit comes is what the commit waits for.
         """
-        if self._cuda:
+        if not self._cuda:
+            return
+        # asking torch for a stream costs as much as a launch, so its handle is asked for
+        handle = stream.cuda_stream if stream else driver.active.get_current_stream(self.device.index)
+        if handle not in self._readers or self._readers[handle][1] != self._commits:
             stream = stream or torch.cuda.current_stream(self.device)
-            if self._readers.get(stream.cuda_stream, (stream, 0))[1] != self._commits:
-                stream.wait_event(self._committed)
-            self._readers[stream.cuda_stream] = (stream, self._commits)
+            stream.wait_event(self._committed)
+            self._readers[handle] = stream, self._commits
 
     def _write(self, slot: int, blocks: "tuple[Block, ...]", staged: torch.Tensor | None) -> None:
         old, new = self._extents[slot], {block.module.name: block.rank for block in blocks}

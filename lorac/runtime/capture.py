@@ -15,7 +15,14 @@ import torch
 from lorac.runtime.errors import CaptureError
 from lorac.runtime.watch import HostWatch, place_of
 
-_active = threading.local()
+
+class _Active(threading.local):
+    """What the thread captures or replays."""
+
+    recording = None
+
+
+_active = _Active()
 
 
 class Recording:
@@ -120,7 +127,7 @@ def active(recording: Recording | None) -> Iterator[None]:
 
 def current() -> Recording | None:
     """The recording that this thread captures or replays, outside of its breaks."""
-    return getattr(_active, "recording", None)
+    return _active.recording
 
 
 def capturing() -> bool:
@@ -128,4 +135,5 @@ def capturing() -> bool:
     recording = current()
     if recording is not None:
         return not recording.replaying
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # whether there is a device at all takes longer to ask
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

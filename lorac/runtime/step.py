@@ -99,6 +99,7 @@ class Step:
         self._admission = functools.lru_cache(maxsize=1024)(tables.admit)
         self._found: dict[tuple, _Found] = {}
         self._found_at = -1
+        self._prepared_at = -1  # the slots' generation when the ticket was made
         self.scratch = Scratch(self.device)
         self.sites: dict[tuple[str, str, int], tuple] = {}  # of `apply`
         self.owned = frozenset(getattr(backend, "LINEAR", ()))  # modules whose base layer the backend runs too
@@ -172,6 +173,8 @@ class Step:
         if ticket is not self.ticket:
             latest = self.ticket.serial if self.ticket else "none"
             raise TicketError(f"ticket {ticket.serial} is not the latest ({latest}): prepare the batch again")
+        if self._prepared_at == self.slots.generation:
+            return  # no slot changed at all
         generations = self.slots.slot_generation
         for slot, generation in zip(ticket.slots, ticket.generations, strict=True):
             if generations[slot] != generation:
@@ -284,6 +287,7 @@ class Step:
             next(self._serials), phase, rows, requests, len(held), rank, admission.variant, admission.bucket,
             admission.reason, held, generations, rows_per_request, admission.cause,
         )  # fmt: skip
+        self._prepared_at = self.slots.generation
         self.slots.release(self._in_use)
         self.slots.use(held)
         self._in_use = held
