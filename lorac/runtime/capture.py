@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from triton.runtime.driver import driver
 
 from lorac.runtime.errors import CaptureError
 from lorac.runtime.watch import HostWatch, place_of
@@ -135,5 +136,7 @@ def capturing() -> bool:
     recording = current()
     if recording is not None:
         return not recording.replaying
-    # whether there is a device at all takes longer to ask
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    # the default stream is never captured; whether another is, or there is a device at all, takes longer to ask
+    if not torch.cuda.is_initialized() or not driver.active.get_current_stream(torch.cuda.current_device()):
+        return False
+    return torch.cuda.is_current_stream_capturing()

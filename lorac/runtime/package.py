@@ -3,6 +3,7 @@
 import importlib
 from types import ModuleType
 
+from lorac.runtime import together
 from lorac.runtime.errors import PackageError
 from lorac.runtime.launch import interpreted
 from lorac.runtime.ops import add, add_experts, linear, moe
@@ -40,6 +41,7 @@ def warm(step: Step) -> int:
     kernels = (step.tables.ROUTE, *step.backend.KERNELS)
     configurations = [(kernel, launch) for kernel in kernels for launch in kernel.launches]
     if not interpreted():
+        together.tools()  # compiles too
         for kernel, launch in configurations:
             kernel.compile(launch)
     return len(configurations)

@@ -1,45 +1,58 @@
 /* The launches of a module, made again by one call of the driver. In Python what is around that call takes a microsecond
-   more; see together.py, which has the object `of` that both read. */
+   more. `launches` is a Together everywhere; together.py says what its attributes are. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#define MOST 8 /* tensors of a call */
+#define MOST_GIVEN 7 /* tensors that a call is passed */
 
 typedef int (*GraphLaunch)(void *executable, void *stream);
 typedef int (*StreamIsCapturing)(void *stream, int *capturing);
 
-/* attributes of `of`, and what is asked of others */
-enum {ADDRESSES, DEVICE, EXECUTABLE, GRAPH_LAUNCH, HOOKS, IS_CAPTURING, MAKE, OTHERWISE, STREAM_OF, CALLS, DATA_PTR, HOOK};
+enum { ADDRESSES, DEVICE, EXECUTABLE, GRAPH_LAUNCH, HOOKS, IS_CAPTURING, MAKE, OTHERWISE, STREAM_OF, CALLS, DATA_PTR, HOOK };
 static const char *const spelt[] = {
-    "addresses", "device", "executable", "graph_launch", "hooks", "is_capturing", "make", "otherwise", "stream_of",
-    "calls", "data_ptr", "launch_enter_hook",
+    /* attributes of launches */
+    [ADDRESSES] = "addresses",
+    [DEVICE] = "device",
+    [EXECUTABLE] = "executable",
+    [GRAPH_LAUNCH] = "graph_launch",
+    [HOOKS] = "hooks",
+    [IS_CAPTURING] = "is_capturing",
+    [MAKE] = "make",
+    [OTHERWISE] = "otherwise",
+    [STREAM_OF] = "stream_of",
+    /* of hooks, of a tensor, of a hook */
+    [HOOK] = "launch_enter_hook",
+    [DATA_PTR] = "data_ptr",
+    [CALLS] = "calls",
 };
 static PyObject *names[sizeof spelt / sizeof *spelt];
 
 static PyObject *
-get(PyObject *of, int name)
+get(PyObject *object, int name)
 {
-    return PyObject_GetAttr(of, names[name]);
+    return PyObject_GetAttr(object, names[name]);
 }
 
-/* A pointer that Python has as a number: an attribute of `of`. NULL with an exception set where it has none. */
+/* An attribute that is a pointer, as a number. NULL, with an exception set, where it is none. */
 static void *
-pointer(PyObject *of, int name)
+pointer(PyObject *launches, int name)
 {
-    PyObject *number = get(of, name);
+    PyObject *number = get(launches, name);
     void *found = number ? PyLong_AsVoidPtr(number) : NULL;
     Py_XDECREF(number);
+    if (!found && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "%s is 0", spelt[name]);
     return found;
 }
 
-/* Each of these is 1 for yes, 0 for no, -1 with an exception set. */
+/* What follows answers 1 for yes, 0 for no, -1 with an exception set. */
 
-/* Whether the graph's kernels look for the tensors where they are. */
+/* Do the graph's kernels look for the tensors where they are? */
 static int
-known(PyObject *of, PyObject *const *tensors, Py_ssize_t count)
+known(PyObject *launches, PyObject *const *tensors, Py_ssize_t count)
 {
-    PyObject *addresses = get(of, ADDRESSES);
+    PyObject *addresses = get(launches, ADDRESSES);
     if (!addresses)
         return -1;
     int same = PyTuple_Check(addresses) && PyTuple_GET_SIZE(addresses) == count;
@@ -52,11 +65,12 @@ known(PyObject *of, PyObject *const *tensors, Py_ssize_t count)
     return same;
 }
 
-/* Whether hooks of a profiler are set, which want to see each kernel. */
+/* Are hooks of a profiler set, which want to see each kernel? */
 static int
-watched(PyObject *of)
+watched(PyObject *launches)
 {
-    PyObject *hooks = get(of, HOOKS), *hook = hooks ? get(hooks, HOOK) : NULL, *calls = hook ? get(hook, CALLS) : NULL;
+    PyObject *hooks = get(launches, HOOKS), *hook = hooks ? get(hooks, HOOK) : NULL;
+    PyObject *calls = hook ? get(hook, CALLS) : NULL;
     int any = calls ? PyObject_IsTrue(calls) : -1;
     Py_XDECREF(hooks);
     Py_XDECREF(hook);
@@ -64,14 +78,14 @@ watched(PyObject *of)
     return any;
 }
 
-/* Whether a graph may be launched on the current stream, which is told. */
+/* May a graph be launched? Then `stream` is the current one. */
 static int
-allowed(PyObject *of, void **stream)
+may_launch(PyObject *launches, void **stream)
 {
-    int any = watched(of);
+    int any = watched(launches);
     if (any)
         return any < 0 ? -1 : 0;
-    PyObject *stream_of = get(of, STREAM_OF), *device = stream_of ? get(of, DEVICE) : NULL;
+    PyObject *stream_of = get(launches, STREAM_OF), *device = stream_of ? get(launches, DEVICE) : NULL;
     PyObject *current = device ? PyObject_CallOneArg(stream_of, device) : NULL;
     *stream = current ? PyLong_AsVoidPtr(current) : NULL;
     Py_XDECREF(stream_of);
@@ -80,21 +94,21 @@ allowed(PyObject *of, void **stream)
     if (!*stream) /* the default stream, which is never captured */
         return PyErr_Occurred() ? -1 : 1;
     /* a capture takes the kernels themselves, to chain them to others */
-    StreamIsCapturing is_capturing = (StreamIsCapturing)pointer(of, IS_CAPTURING);
+    StreamIsCapturing is_capturing = (StreamIsCapturing)pointer(launches, IS_CAPTURING);
     int capturing;
     return is_capturing ? !is_capturing(*stream, &capturing) && !capturing : -1;
 }
 
-/* Whether the graph could be launched. */
+/* Launch the graph as it is: was that allowed, and done? */
 static int
-launched(PyObject *of)
+try_launch(PyObject *launches)
 {
     void *stream;
-    int may = allowed(of, &stream);
+    int may = may_launch(launches, &stream);
     if (may != 1)
         return may;
-    void *executable = pointer(of, EXECUTABLE);
-    GraphLaunch graph_launch = executable ? (GraphLaunch)pointer(of, GRAPH_LAUNCH) : NULL;
+    void *executable = pointer(launches, EXECUTABLE);
+    GraphLaunch graph_launch = executable ? (GraphLaunch)pointer(launches, GRAPH_LAUNCH) : NULL;
     if (!graph_launch)
         return -1;
     int result;
@@ -107,23 +121,26 @@ launched(PyObject *of)
 static PyObject *
 replay_call(PyObject *module, PyObject *const *given, Py_ssize_t count)
 {
-    if (count < 1 || count >= 1 + MOST)
-        return PyErr_Format(PyExc_TypeError, "call takes launches and at most %d tensors", MOST - 1);
-    PyObject *of[1 + MOST], *make = get(given[0], MAKE), *y = NULL;
+    if (count < 1 || count > 1 + MOST_GIVEN)
+        return PyErr_Format(PyExc_TypeError, "call takes launches, and at most %d tensors", MOST_GIVEN);
+    PyObject *all[1 + MOST_GIVEN + 1]; /* launches, tensors, and y */
+    memcpy(all, given, count * sizeof *all);
+    PyObject *launches = all[0], *make = get(launches, MAKE), *y = NULL;
     if (!make)
         return NULL;
-    memcpy(of, given, count * sizeof *of);
-    if (make != Py_None && (y = PyObject_CallNoArgs(make)))
-        of[count++] = y;
+    if (make != Py_None) {
+        y = PyObject_CallNoArgs(make);
+        all[count++] = y;
+    }
     int failed = make != Py_None && !y;
     Py_DECREF(make);
     if (failed)
         return NULL;
-    int done = known(of[0], of + 1, count - 1);
+    int done = known(launches, all + 1, count - 1);
     if (done == 1)
-        done = launched(of[0]);
+        done = try_launch(launches);
     if (done == 0) {
-        PyObject *nothing = PyObject_VectorcallMethod(names[OTHERWISE], of, count, NULL);
+        PyObject *nothing = PyObject_VectorcallMethod(names[OTHERWISE], all, count, NULL);
         done = nothing ? 1 : -1;
         Py_XDECREF(nothing);
     }
@@ -134,25 +151,26 @@ replay_call(PyObject *module, PyObject *const *given, Py_ssize_t count)
 }
 
 static PyObject *
-replay_allowed(PyObject *module, PyObject *of)
+replay_may_launch(PyObject *module, PyObject *launches)
 {
     void *stream;
-    int may = allowed(of, &stream);
+    int may = may_launch(launches, &stream);
     return may < 0 ? NULL : PyBool_FromLong(may);
 }
 
 static PyObject *
-replay_launched(PyObject *module, PyObject *of)
+replay_try_launch(PyObject *module, PyObject *launches)
 {
-    int done = launched(of);
+    int done = try_launch(launches);
     return done < 0 ? NULL : PyBool_FromLong(done);
 }
 
 static PyMethodDef functions[] = {
     {"call", (PyCFunction)(void (*)(void))replay_call, METH_FASTCALL,
-     "call(of, *tensors): launch its graph where it stands; else of.otherwise(*tensors). Returns the y of of.make()."},
-    {"allowed", replay_allowed, METH_O, "Whether a graph may be launched: no hook is set, nothing is captured."},
-    {"launched", replay_launched, METH_O, "Launch the graph as it is, where that is allowed; whether it was."},
+     "call(launches, *tensors): launch the graph, or have launches.otherwise(*tensors) do so. With launches.make the last\n"
+     "tensor is what that returns: it is made for the call, and returned."},
+    {"may_launch", replay_may_launch, METH_O, "Whether a graph may be launched: no hook is set, nothing is captured."},
+    {"try_launch", replay_try_launch, METH_O, "Launch the graph as it is; whether that was allowed, and done."},
     {NULL, NULL, 0, NULL},
 };
 

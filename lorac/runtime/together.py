@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,35 +32,42 @@ _NON_BLOCKING = 1  # a stream that does not wait for the default one
 _alive = 0
 
 
-class Together:
-    """`run(*tensors)`, whose launches depend on its tensors' addresses alone; see the module.
+class Tools(NamedTuple):
+    """What graphs are made with, and launched again."""
 
-    `places` counts the parameters that say where one of those is. `make` makes the last tensor, where there is one that
-    calls are not passed. Calls go by `replay.c`, which reads some attributes and has `otherwise` do what it does not.
+    cuda: ctypes.CDLL
+    replay: ModuleType
+
+
+class Together:
+    """Launches of `run(*tensors)`, which depend on its tensors' addresses alone: what `replay.c` calls; see the module.
+
+    It reads `make`, which makes the last tensor of a call where there is one (else None); `executable`, the graph, and
+    `addresses`, where the graph's kernels look for the tensors (None: nowhere); `graph_launch` and `is_capturing`, the
+    driver's functions; `stream_of`, which tells the current stream of `device`; and `hooks`, which profilers set.
     """
 
-    def __init__(self, run: Callable[..., None], places: int, make: Callable[[], torch.Tensor] | None):
-        """Raises _DriverError for a driver that lacks a function."""
-        self.run, self.places, self.make = run, places, make
-        self.cuda, self.replay = _driver(), _replay()
+    def __init__(self, tools: Tools, run: Callable[..., None], places: int, make: Callable[[], torch.Tensor] | None):
+        """`places` counts the parameters of kernels that say where one of the tensors is."""
+        cuda, self.replay = tools
+        self.cuda, self.run, self.places, self.make = cuda, run, places, make
         self.calls, self.graph, self.refused = 0, None, False
-        self.executable = self.addresses = None  # of the graph, and where its kernels look for the tensors
-        self.graph_launch, self.is_capturing = map(_address, (self.cuda.cuGraphLaunch, self.cuda.cuStreamIsCapturing))
+        self.executable = self.addresses = None
+        self.graph_launch, self.is_capturing = map(_address, (cuda.cuGraphLaunch, cuda.cuStreamIsCapturing))
         self.stream_of, self.device = driver.active.get_current_stream, torch.cuda.current_device()
         self.hooks = triton.knobs.runtime
 
     def otherwise(self, *tensors: torch.Tensor) -> None:
-        """Launch where the graph, if there is one, does not look for these tensors or may not be launched.
+        """Launch where there is no graph, or it looks elsewhere, may not be launched or could not be.
 
         Raises Unaligned for a tensor that starts on no 16 bytes.
         """
-        if not self.replay.allowed(self):
+        if not self.replay.may_launch(self):
             self.run(*tensors)
         elif self.graph is None:
             self.run(*tensors)
             self._count(tensors)
-        # not launched: a thread without a context, or what a launch by itself will raise
-        elif not (self._told(tensors) and self.replay.launched(self)):
+        elif not (self._told(tensors) and self.replay.try_launch(self)):
             self.run(*tensors)
 
     def _count(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -70,18 +78,24 @@ class Together:
         if threading.active_count() > 1:
             return  # another thread may wait for the whole device, which fails while anything is captured on it
         try:
-            self.graph = _Graph(self.cuda, self.run, tensors, self.places)
+            graph = _Graph(self.cuda, self.run, tensors, self.places)
         except _DriverError as error:
             self.refused = True
             warnings.warn(f"kernels of a module are launched one by one: {error}", RuntimeWarning, stacklevel=3)
-            return
-        self.executable, self.addresses = self.graph.executable, _addresses(tensors)
+        else:
+            self.executable, self.addresses = graph.executable, _addresses(tensors)
+            self.graph = graph
 
     def _told(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the graph's kernels could be told that the tensors are where they are."""
+        """Whether the graph's kernels could be told where the tensors are now.
+
+        Not where they knew: then the driver refused to launch it, on a thread without a context for one.
+        """
         known, addresses = self.addresses, _addresses(tensors)
         if any(address % ALIGN for address in addresses):
             raise Unaligned
+        if addresses == known:
+            return False
         self.addresses = None  # unless all kernels are told, none is known
         if not self.graph.told(known, addresses):
             return False
@@ -251,9 +265,8 @@ def _destroy(cuda: ctypes.CDLL, graph: ctypes.c_void_p, executable: ctypes.c_voi
         cuda.cuGraphDestroy(graph)
 
 
-@functools.cache
 def _driver() -> ctypes.CDLL:
-    """The driver's API, with the functions that are called here."""
+    """The driver's API, with the functions that are called here. Raises _DriverError where it lacks one."""
     cuda = ctypes.CDLL("libcuda.so.1")
     word, number = ctypes.c_void_p, ctypes.c_size_t
     functions = {
@@ -285,9 +298,23 @@ def _address(function) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
+def tools() -> Tools | None:
+    """What launches are made together with; None where kernels are launched one by one, as on a CPU."""
+    return _tools() if torch.version.cuda and torch.cuda.is_available() and not interpreted() else None
+
+
 @functools.cache
+def _tools() -> Tools | None:
+    try:
+        return Tools(_driver(), _replay())
+    except Exception as error:  # an old driver, no C compiler, a full disk: whatever it is, there is another way
+        told = f"kernels of a module are launched one by one, which takes the host longer: {error}"
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
+        return None
+
+
 def _replay() -> ModuleType:
-    """`replay.c` as a module, compiled as Triton compiles its own launchers, and kept in its cache."""
+    """`replay.c` as a module, compiled as Triton compiles its own, and kept in its cache."""
     source = Path(__file__).with_name("replay.c").read_text(encoding="utf-8")
     return compile_module_from_src(src=source, name="lorac_replay")
 
@@ -297,21 +324,17 @@ def together(
 ) -> Callable[[Callable[..., None]], Callable[..., torch.Tensor | None]]:
     """Make a function of tensors that calls these bound launches alone cheap to call often, where a CUDA driver is.
 
-    It must call the same ones each time, on the current stream, with tensors of which only the addresses differ.
-    Where `y` makes the last of them, what it becomes takes all but that, and returns it.
+    It must call the same ones each time, on the current stream, with tensors of which only the addresses differ. With
+    `y` its last tensor is what that makes, for each call anew: calls pass the others, and are returned that one.
     """
 
-    def made(run: Callable[..., None]) -> Callable[..., torch.Tensor | None]:
-        if torch.version.cuda and torch.cuda.is_available() and not interpreted():
-            try:
-                made = Together(run, sum(launch.places for launch in launches), y)
-            except _DriverError as error:
-                warnings.warn(f"kernels of modules are launched one by one: {error}", RuntimeWarning, stacklevel=2)
-            else:
-                return functools.partial(made.replay.call, made)
+    def decorate(run: Callable[..., None]) -> Callable[..., torch.Tensor | None]:
+        if found := tools():
+            made = Together(found, run, sum(launch.places for launch in launches), y)
+            return functools.partial(found.replay.call, made)
         return run if y is None else functools.partial(_into, y, run)
 
-    return made
+    return decorate
 
 
 def _into(make: Callable[[], torch.Tensor], run: Callable[..., None], *tensors: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,7 @@ def test_it_knows_every_preset(site, tmp_path):
 def test_it_holds_nothing_else(site):
     tops = {path.name for path in site.iterdir()}
     assert {name for name in tops if not name.endswith(".dist-info")} == {"lorac"}
+    assert (site / "lorac" / "runtime" / "replay.c").exists(), "it is compiled where it runs"
     (metadata,) = site.glob("*.dist-info")
     assert (metadata / "licenses" / "LICENSE").exists() and "lorac.cli:main" in (
         metadata / "entry_points.txt"

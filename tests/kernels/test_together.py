@@ -1,8 +1,12 @@
 """Launches made together, against a driver that keeps graphs in Python: what kernels are told, and when not to."""
 
+import contextlib
 import ctypes
 import functools
+import gc
 import sys
+import threading
+import time
 import weakref
 
 import pytest
@@ -31,11 +35,12 @@ class Driver:
         ]
         self.memory = [[ctypes.create_string_buffer(value, len(value)) for value in of] for of in self.kernels]
         self.pointers = [(ctypes.c_void_p * len(of))(*map(ctypes.addressof, of)) for of in self.memory]
-        self.told, self.launched, self.result, self.stuck = [], [], 0, 0
-        self.active, self.stream, self.capturing, self.asked = self, 7, False, []
+        self.told, self.launched, self.given, self.result, self.stuck = [], [], [], 0, 0
+        self.active, self.stream, self.capturing, self.asked, self.refusing = self, 7, 0, [], 0
         self.cuGraphLaunch, self.cuStreamIsCapturing = TwoPointers(self.launch), TwoPointers(self.is_capturing)
 
     def get_current_stream(self, device: int) -> int:
+        assert device == 3
         return self.stream
 
     @staticmethod
@@ -72,7 +77,7 @@ class Driver:
         return 0
 
     def launch(self, executable, stream):
-        assert (executable, stream or 0) == (EXECUTABLE, self.stream)
+        self.given.append((executable, stream or 0))
         if not self.result:
             self.launched.append([list(of) for of in self.kernels])
         return self.result
@@ -80,7 +85,7 @@ class Driver:
     def is_capturing(self, stream, at):
         self.asked.append(stream)
         ctypes.c_int.from_address(at).value = self.capturing
-        return 0
+        return self.refusing
 
 
 @pytest.fixture
@@ -93,6 +98,7 @@ def driver(tensors, monkeypatch):
     driver = Driver([tensor.data_ptr() for tensor in tensors])
     handle = ctypes.c_void_p(EXECUTABLE)
     monkeypatch.setattr(together, "_driver", lambda: driver)
+    together._tools.cache_clear()
     monkeypatch.setattr(together, "_captured", lambda run, tensors, cuda: (handle, handle))
     monkeypatch.setattr(together, "_nodes", lambda cuda, graph: [1, 2])
     monkeypatch.setattr(together, "_destroy", lambda *of: None)
@@ -104,8 +110,10 @@ def driver(tensors, monkeypatch):
     monkeypatch.setattr(together, "interpreted", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return driver
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    yield driver
+    together._tools.cache_clear()
+    assert set(driver.given) <= {(EXECUTABLE, stream) for stream in (0, 7, driver.stream)}
 
 
 class Bound:
@@ -120,10 +128,18 @@ def launcher(plain: list, y=None) -> functools.partial:
     return together.together(Bound(1), Bound(3), y=y)(lambda *of: plain.append(of))
 
 
-def graph_of(run: functools.partial):
-    """That of what `launcher` made."""
+def of(run: functools.partial) -> together.Together:
+    """What `launcher` made launches of."""
     (launches,) = run.args
-    return launches.graph
+    return launches
+
+
+def launched(given, plain: list | None = None, y=None) -> functools.partial:
+    """What has been called until its graph was made, and launched once."""
+    run = launcher([] if plain is None else plain, y)
+    for _ in range(4):
+        run(*given)
+    return run
 
 
 def test_a_graph_from_the_nth_call_on_told_only_what_moved(driver, tensors):
@@ -151,7 +167,7 @@ def test_captures_take_the_kernels_themselves(driver, tensors):
     driver.capturing = True
     for _ in range(4):
         run(*tensors)
-    assert graph_of(run) is None, "made in no capture"
+    assert of(run).graph is None, "made in no capture"
     driver.capturing = False
     for _ in range(4):
         run(*tensors)
@@ -197,46 +213,184 @@ def test_a_result_is_made_anew_for_each_call(driver, tensors):
     assert len(driver.launched) == 3
 
 
-def test_what_goes_wrong_on_the_way_is_raised(driver, tensors, monkeypatch):
-    run = launcher([])
-    for _ in range(3):
-        run(*tensors)
-
-    def no_stream(device: int) -> int:
-        raise ValueError(f"no stream of device {device}")
-
-    for at_fault, error, call in (
-        ((driver, "stream", "7"), TypeError, lambda: run(*tensors)),
-        ((run.args[0], "stream_of", no_stream), ValueError, lambda: run(*tensors)),
-        ((run.args[0], "hooks", None), AttributeError, lambda: run(*tensors)),
-        ((run.args[0], "is_capturing", None), TypeError, lambda: run(*tensors)),
-        ((run.args[0], "run", None), AttributeError, lambda: run(1, 2, 3)),
-        ((run.args[0], "run", None), TypeError, lambda: run(*tensors * 3)),
-    ):
-        with monkeypatch.context() as patched, pytest.raises(error):
-            patched.setattr(*at_fault)
-            call()
-    assert not driver.launched
+@pytest.mark.parametrize("moved", range(3))
+def test_no_tensor_is_overlooked(driver, tensors, moved):
+    """Each one alone, elsewhere: the kernels that read it, and no others, are told."""
+    run = launched(tensors)
+    tensors[moved] = torch.zeros(4)
     run(*tensors)
+    assert driver.launched[-1] == Driver([of.data_ptr() for of in tensors]).kernels
+    assert driver.told == [[1, 2], [2], [2]][moved]
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_what_repeats_is_left_to_no_python(driver, tensors, made, monkeypatch):
+    *given, y = tensors
+    given = given if made else tensors
+    run = launched(given, y=(lambda: y) if made else None)
+    monkeypatch.setattr(of(run), "otherwise", None)
+    driver.asked.clear()
+    assert run(*given) is (y if made else None)
+    assert len(driver.launched) == 2 and driver.asked == [7] and driver.given == [(EXECUTABLE, 7)] * 2
+
+
+@pytest.mark.parametrize("capturing, refusing, result", [(1, 0, 0), (2, 0, 0), (0, 1, 0), (0, 0, 201), (0, 0, -1)])
+def test_what_the_driver_says_is_heeded(driver, tensors, capturing, refusing, result):
+    """Capturing, a capture that failed, an error when asked, and errors of the launch: the kernels themselves, once."""
+    plain = []
+    run = launched(tensors, plain)
+    driver.capturing, driver.refusing, driver.result = capturing, refusing, result
+    run(*tensors)
+    assert len(plain) == 4 and len(driver.launched) == 1
+    assert len(driver.given) == 1 + bool(result), "tried once"
+
+
+def test_other_threads_go_on_while_a_launch_waits(driver, tensors):
+    """For room in the device's queue; here it sleeps."""
+    run = launched(tensors)
+    of(run).graph_launch, of(run).executable = together._address(ctypes.CDLL(None).usleep), 300_000
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.wait(0.01):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begun = time.perf_counter()
+    run(*tensors)
+    ended = time.perf_counter()
+    done.set()
+    thread.join()
+    assert ended - begun > 0.25 and len([tick for tick in ticks if begun < tick < ended - 0.02]) > 5
+
+
+def test_calls_of_other_numbers_of_tensors(driver, tensors):
+    """They are no calls of the graph's; and more than C has room for are refused."""
+    run, seen = launched(tensors), []
+    of(run).otherwise = lambda *given: seen.append(len(given))
+    for count in (0, 1, 2, 4, 7):
+        run(*(tensors * 3)[:count])
+    assert seen == [0, 1, 2, 4, 7] and len(driver.launched) == 1
+    of(run).make = lambda: tensors[0]
+    assert run(*(tensors * 3)[:7]) is tensors[0] and seen[-1] == 8
+    for count in (8, 9, 20):
+        with pytest.raises(TypeError, match="at most 7 tensors"):
+            run(*(tensors * 7)[:count])
+    with pytest.raises(TypeError, match="call takes launches"):
+        run.func()
+
+
+@pytest.mark.parametrize(
+    "attribute, value, error",
+    [
+        ("make", [].pop, IndexError),
+        ("stream_of", [].pop, IndexError),
+        ("stream_of", lambda device: "7", TypeError),
+        ("hooks", None, AttributeError),
+        ("is_capturing", None, TypeError),
+        ("is_capturing", 0, ValueError),
+        ("executable", 0, ValueError),
+        ("graph_launch", 0, ValueError),
+    ],
+)
+def test_what_goes_wrong_on_the_way_is_raised(driver, tensors, attribute, value, error, monkeypatch):
+    run = launched(tensors)
+    with monkeypatch.context() as patched, pytest.raises(error):
+        patched.setattr(of(run), attribute, value)
+        run(*tensors)
     assert len(driver.launched) == 1
+    with pytest.raises(AttributeError, match="data_ptr"):
+        run(tensors[0], 1, tensors[2])
+    run(*tensors)
+    assert len(driver.launched) == 2
 
 
-def test_nothing_leaks_and_no_cycle_keeps_a_graph(driver, tensors):
-    """Graphs take device memory: they go with the last reference, not when Python looks for cycles."""
+@pytest.mark.parametrize("case", ["repeats", "nothing made", "otherwise", "otherwise raises", "no tensor", "no stream"])
+def test_nothing_leaks(driver, tensors, case, monkeypatch):
     x, weight, y = tensors
-    run = launcher([], y=lambda: y)
-    for _ in range(4):
-        run(x, weight)
-    graph = weakref.ref(graph_of(run))
-    launches, made = run.args[0], run.args[0].make
-    before = [sys.getrefcount(of) for of in (None, x, y, launches, made)]
-    for _ in range(1000):
-        run(x, weight)
-    after = [sys.getrefcount(of) for of in (None, x, y, launches, made)]
-    assert all(abs(b - a) < 100 for a, b in zip(after, before, strict=True)), (before, after)
-    assert len(driver.launched) == 1001
-    del run, launches
+    run, given, result = launched((x, weight), y=lambda: y), (x, weight), object()
+    launches, hook = of(run), together.triton.knobs.runtime.launch_enter_hook
+
+    def fails(*_):
+        raise ValueError
+
+    # numbers that are objects of their own
+    launches.device, launches.stream_of, driver.stream = 10**6, lambda device: device * 10**6 + 7, 10**12 + 7
+    match case:
+        case "nothing made":
+            launches.make, given = None, tensors
+        case "otherwise":
+            launches.addresses, launches.otherwise = None, lambda *_: result
+        case "otherwise raises":
+            launches.addresses, launches.otherwise = None, fails
+        case "no tensor":
+            given = x, 1
+        case "no stream":
+            launches.stream_of = fails
+
+    def references(calls: int) -> tuple[list[int], int]:
+        for _ in range(calls):
+            with contextlib.suppress(ValueError, AttributeError):
+                run(*given)
+        for noted in (driver.launched, driver.given, driver.asked):
+            noted.clear()
+        gc.collect()
+        watched = [None, *tensors, result, hook, hook.calls, *vars(launches).values()]
+        return [sys.getrefcount(of) for of in watched], sys.getallocatedblocks()
+
+    references(20)
+    (before, blocks), (after, later) = references(20), references(500)
+    assert all(abs(now - then) < 50 for now, then in zip(after, before, strict=True)), (before, after)
+    assert later - blocks < 200
+
+
+def test_no_cycle_keeps_a_graph(driver, tensors):
+    """Graphs take device memory: they go with the last reference, not when Python looks for cycles."""
+    run = launched(tensors)
+    graph = weakref.ref(of(run).graph)
+    del run
     assert graph() is None
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_one_by_one_where_something_is_lacking(driver, tensors, made, monkeypatch):
+    """The warning comes once, and says what."""
+    tries = []
+
+    def compile(**_):
+        tries.append(1)
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(together, "compile_module_from_src", compile)
+    plain, (*given, y) = [], tensors
+    with pytest.warns(RuntimeWarning, match="one by one.*: no C compiler") as told:
+        for _ in range(3):
+            run = launcher(plain, y=(lambda: y) if made else None)
+            assert run(*given if made else tensors) is (y if made else None)
+    assert plain == [tuple(tensors)] * 3 and len(told) == len(tries) == 1
+
+
+def test_one_by_one_in_the_interpreter(driver, tensors, monkeypatch):
+    monkeypatch.setattr(together, "interpreted", lambda: True)
+    plain, (x, weight, y) = [], tensors
+    run = together.together(object(), y=lambda: y)(lambda *of: plain.append(of))
+    assert run(x, weight) is y and plain == [(x, weight, y)]
+
+
+def test_a_call_that_fails_is_not_counted(driver, tensors):
+    def run_aligned(*given):
+        if given[0].data_ptr() % 16:
+            raise Unaligned
+
+    run = together.together(Bound(1), Bound(3))(run_aligned)
+    for _ in range(2):
+        run(*tensors)
+    with pytest.raises(Unaligned):
+        run(torch.zeros(8)[1:5], *tensors[1:])
+    assert of(run).graph is None
+    run(*tensors)
+    assert of(run).graph is not None
 
 
 def test_kernels_are_told_of_no_tensor_that_starts_off_16_bytes(driver, tensors):
@@ -255,9 +409,10 @@ def test_tensors_that_cannot_be_told_apart_are_launched_one_by_one(driver, tenso
     x, weight, _ = tensors
     plain = []
     run = launcher(plain)
-    with pytest.warns(RuntimeWarning, match="at one address"):
+    with pytest.warns(RuntimeWarning, match="at one address") as told:
         for _ in range(6):
             run(x, weight, x)
+    assert len(told) == 1
     elsewhere = launcher(plain)
     with pytest.warns(RuntimeWarning, match="3 of their parameters, not 4"):
         for _ in range(6):
@@ -271,7 +426,7 @@ def test_no_more_graphs_than_are_good(driver, tensors, monkeypatch):
     for run in (first, second):
         for _ in range(4):
             run(*tensors)
-    assert graph_of(first) is not None and graph_of(second) is None
+    assert of(first).graph is not None and of(second).graph is None
 
 
 def test_what_cannot_be_launched_together_is_launched_one_by_one(driver, tensors):
@@ -298,15 +453,15 @@ def test_no_capture_while_another_thread_may_wait_for_the_device(driver, tensors
     run = launcher([])
     for _ in range(3):
         run(*tensors)
-    assert graph_of(run) is None
+    assert of(run).graph is None
     threads["now"] = 1
     for _ in range(3):
         run(*tensors)
-    assert graph_of(run) is not None
+    assert of(run).graph is not None
 
 
 def test_nothing_is_made_of_nothing(driver, recwarn):
     run = launcher([])
     for _ in range(4):
         run(*(torch.zeros(0) for _ in range(3)))
-    assert graph_of(run) is None and not recwarn.list
+    assert of(run).graph is None and not recwarn.list
