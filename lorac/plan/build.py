@@ -142,8 +142,9 @@ def _backend(
     mode, notes = decisions.prefill_mode(
         block, prefill.mode, declaration, rule, "experts" in kinds, spec.parallel.dp_attention
     )
-    columns = slots * spec.adapters.max_rank
-    notes += decisions.backend_notes(block, declaration, spec.dtype, spec.targets, kinds, bool(decode.buckets), columns)
+    notes += decisions.backend_notes(
+        block, declaration, spec.dtype, spec.targets, kinds, bool(decode.buckets), slots, spec.adapters.max_rank
+    )
     ranks = kernels.kernel_ranks(resolved, spec.adapters.max_rank)
     adapters = kernels.kernel_adapters(resolved, slots)
     notes += [Decision(f"{block}: {note.subject}", note.outcome, note.reason) for note in declaration.notes]

@@ -1,6 +1,6 @@
 """Decisions: what does not work together, each switched off in one place, with the reason a user reads in `explain`."""
 
-from lorac.plan.kernels import TMA_TARGETS, spills
+from lorac.plan.kernels import TMA_TARGETS, spills, tile_rank
 from lorac.plan.model import Decision, Variant
 from lorac.runtime.segments import Segments
 from lorac.spec.backend import Declaration
@@ -41,10 +41,10 @@ def moe_variants(
 
 def backend_notes(
     block: str, declaration: Declaration, dtype: str, targets: tuple[str, ...], kinds: set[str], decode: bool,
-    columns: int,
+    slots: int, max_rank: int,
 ) -> list[Decision]:  # fmt: skip
-    """What a backend leaves out of this spec, each with its reason. `columns`: of B, slots times max_rank."""
-    notes = []
+    """What a backend leaves out of this spec, each with its reason."""
+    notes, columns = [], slots * max_rank
     for target in targets:
         if declaration.architectures and target not in declaration.architectures:
             notes.append(
@@ -52,9 +52,12 @@ def backend_notes(
                     f"{block}: {target}", "not compiled", f"the backend supports {', '.join(declaration.architectures)}"
                 )
             )
+    tiled = [stage for stage, kernel in declaration.kernels.items() if kernel.tiled]
     if others := [target for target in targets if target not in TMA_TARGETS]:
-        tiled = [stage for stage, kernel in declaration.kernels.items() if kernel.tiled]
         reason = f"{', '.join(others)} cannot copy whole tiles (TMA), without which they spill registers"
+        notes += _left_to_the_library(block, tiled, reason)
+    if (aligned := tile_rank(max_rank, dtype)) != max_rank:
+        reason = f"a slot of max_rank {max_rank} is no multiple of 16 bytes in {dtype}; one of {aligned} is"
         notes += _left_to_the_library(block, tiled, reason)
     spilling = [stage for stage, kernel in declaration.kernels.items() if spills(kernel, dtype, targets)]
     reason = "no tensor core multiplies float32 exactly, and without them its tiles spill registers"

@@ -56,7 +56,7 @@ def plan_kernels(
                 continue
             if kernel.in_library and all(part.bare for part in served[kernel.beside].library):
                 continue
-            if kernel.tiled and not _readable_in_tiles(kernel, module, dtype, slots * max_rank, targets):
+            if kernel.tiled and not _readable_in_tiles(kernel, module, dtype, slots, max_rank, targets):
                 continue
             leaders = {plan.stage: plan.launches for plan in plans}
             tiles = (*tuned.get(stage, ()), *((tile, "default") for tile in kernel.tiles))
@@ -146,10 +146,20 @@ def launched(kernels: tuple[KernelPlan, ...], rows: int, adapters: bool = True) 
     return [of for of in found if of.stands_in or of.module not in replaced]
 
 
-def _readable_in_tiles(kernel: Kernel, module: ModulePlan, dtype: str, columns: int, targets: tuple[str, ...]) -> bool:
-    """Whether every target copies whole tiles, rows of x, W, h and B start aligned, and B has not too many columns."""
-    aligned = not any(extent * ITEMSIZE[dtype] % TILE_ALIGN for extent in (module.in_features, columns))
-    return aligned and TMA_TARGETS.issuperset(targets) and kernel.takes(columns)
+def _readable_in_tiles(
+    kernel: Kernel, module: ModulePlan, dtype: str, slots: int, max_rank: int, targets: tuple[str, ...]
+) -> bool:
+    """Whether every target copies whole tiles, rows of x and W and slots in h and B start aligned, and B has not too
+    many columns.
+    """
+    aligned = not module.in_features * ITEMSIZE[dtype] % TILE_ALIGN and tile_rank(max_rank, dtype) == max_rank
+    return aligned and TMA_TARGETS.issuperset(targets) and kernel.takes(slots * max_rank)
+
+
+def tile_rank(max_rank: int, dtype: str) -> int:
+    """The least maximal rank from this one on with which every slot starts aligned in h and B."""
+    step = TILE_ALIGN // ITEMSIZE[dtype]
+    return -(-max_rank // step) * step
 
 
 def _element(argument: str, dtype: str) -> str:

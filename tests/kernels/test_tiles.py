@@ -13,7 +13,7 @@ from lorac.runtime.package import backend_module
 from lorac.verify.slots import numbered
 
 # by the package's largest; of six slots of 96 columns, only those that a batch needs are read
-RANKS = {24: (24, 5, 16), 96: (96, 5, 70, 33, 1, 96)}
+RANKS = {6: (6, 1, 4), 12: (12, 5, 1), 24: (24, 5, 16), 96: (96, 5, 70, 33, 1, 96)}
 TOLERANCE = {"float32": 3e-6, "float16": 2e-3}  # of a row; TF32 would be at 3e-4
 # (phase, requests) by name: on both sides of every family's rows, adapters mixed, alone, and one after another
 BATCHES = {
@@ -346,3 +346,23 @@ def test_programs_that_share_a_sum_read_one_adapter_alone(sharing, generator, sl
         b[:, list(others)] = float("nan")
     y = package.linear("long_proj", 0, x, weight, step)
     assert ((y - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(
+    "dtype, max_rank, tiled", [("float16", 12, False), ("float32", 6, False), ("float32", 12, True)]
+)
+def test_slots_that_start_on_no_16_bytes_are_read_by_pointers(build, generator, dtype, max_rank, tiled):
+    """No whole tile can begin at such a slot's columns."""
+    package = build(spec(dtype, max_rank) | {"graphs": {"decode": {"buckets": [1, 8]}}})
+    random_of = normal(package, generator)
+    slots = filled(package, random_of)
+    backend = backend_module(package.__name__, ("fused",), "fused")
+    assert any(kernel.name.startswith("tile_") for kernel in backend.KERNELS) == tiled
+    rows = [-1, 0, 2, 1, 1]
+    step = package.Step(slots, "fused")
+    for held in (rows, [1] * 5):  # one adapter alone is found by its slot
+        step.prepare_slots("decode", held, [1] * 5)
+        x, weight = random_of(5, 136) * 136**0.5, random_of(72, 136)
+        y = package.linear("long_proj", 0, x, weight, step)
+        want = x.double() @ weight.double().T + reference.lora(x, *slots.instance("long_proj", 0), [72], held)
+        assert ((y.double() - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE[dtype]

@@ -74,3 +74,13 @@ def test_a_target_a_backend_does_not_support():
     plan = kit.plan_of(kit.spec_data(targets=["sm_80", "sm_90"]), triton=triton)
     assert reasons(plan)["triton: sm_80"] == "the backend supports sm_90"
     assert "triton: sm_90" not in reasons(plan)
+
+
+@pytest.mark.parametrize("dtype, max_rank, aligned", [("float16", 12, 16), ("float16", 24, 24), ("float32", 6, 8)])
+def test_a_maximal_rank_that_keeps_slots_from_starting_aligned(dtype, max_rank, aligned):
+    """Whole tiles are read from 16 bytes on: the reason names the next rank that would do."""
+    adapters = {"slots": 8, "max_rank": max_rank, "targets": ["o_proj"]}
+    plan = kit.plan_of(kit.spec_data(dtype=dtype, adapters=adapters, backends={"fused": {}}))
+    told = reasons(plan).get("fused: tile_project", "")
+    assert told.endswith(f"one of {aligned} is") == (aligned != max_rank)
+    assert ("tile_project" in {kernel.stage for kernel in plan.backends[0].kernels}) == (aligned == max_rank)
