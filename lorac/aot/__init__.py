@@ -18,6 +18,7 @@ from lorac.tables import table
 
 # -c, not -m: lorac must be found where it is not installed too, and only after the standard library
 _WORKER = "import sys; sys.path.append(sys.argv.pop()); from lorac.aot.worker import main; main()"
+_BLOCKS = "declare smaller blocks in the backend's tiles, or in the table under tuned/ that `lorac tune` writes"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def failures_of(rows: list[Row]) -> list[str]:
         if row.error:
             failures.append(f"{where} does not compile: {row.error}")
         if row.stack:
-            failures.append(f"{where} spills {row.stack} bytes per thread: use smaller blocks or more warps")
+            failures.append(f"{where} spills {row.stack} bytes per thread: {_BLOCKS}")
         if row.shared > SHARED_LIMIT[row.target]:
-            failures.append(f"{where} needs {row.shared} bytes of shared memory, of {SHARED_LIMIT[row.target]}")
+            limit = SHARED_LIMIT[row.target]
+            failures.append(f"{where} needs {row.shared} bytes of shared memory, of {limit}: {_BLOCKS}")
     return failures
