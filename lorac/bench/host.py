@@ -33,12 +33,15 @@ class HostTime:
     """One call, or one of many: host µs (the median), and copies, kernels and synchronisations the driver was asked
     for.
 
-    `driver_us` is what these took, as the profiler saw it, which lengthens them; of launches of graphs it sees nothing.
+    `torch_us` is what torch's cheapest launch, `x.add_(1)`, took in turns with it: hosts differ by two, and one host
+    from second to second. `driver_us` is what the driver's calls took, as the profiler saw it, which lengthens them; of
+    launches of graphs it sees nothing.
     """
 
     backend: str
     call: str
     us: float
+    torch_us: float
     driver_us: float
     copies: float
     kernels: float
@@ -57,9 +60,6 @@ def host_times(workload: Workload, backend: str) -> list[HostTime]:
         f"prepare, {DECODE_ROWS} decode rows": lambda: step.prepare(names),
         f"prepare, {PREFILL_REQUESTS} prefill requests": lambda: step.prepare_prefill(requests),
     }
-    # what the cheapest of torch's own kernels takes on this machine, to read the others by
-    one = torch.zeros(1, device=workload.device)
-    calls["x.add_(1) by torch"] = lambda: one.add_(1)
     times = [_timed(backend, call, run) for call, run in calls.items()]
     for rows in LAUNCHED_ROWS:
         step.prepare([str(row % slots) for row in range(rows)])
@@ -105,15 +105,19 @@ def _calls(workload: Workload, step: Step, name: str, layer: int) -> dict[str, C
 
 def _timed(backend: str, call: str, run: Callable[[], object], count: int = 1) -> HostTime:
     """`run`, or of `count` calls that it makes the average."""
-    for _ in range(_COUNTED):
-        run()
-    samples = []
+    one = torch.zeros(1, device="cuda")
+    timed = {run: [], lambda: one.add_(1): []}
+    for each in timed:
+        for _ in range(_COUNTED):
+            each()
     for _ in range(_REPEATS):
-        torch.cuda.synchronize()  # so that the launch queue, which is bounded, never holds the host up
-        begun = time.perf_counter()
-        run()
-        samples.append((time.perf_counter() - begun) * 1e6 / count)
-    return HostTime(backend, call, median(samples), *(value / count for value in _driver(run)))
+        for each, samples in timed.items():
+            torch.cuda.synchronize()  # so that the launch queue, which is bounded, never holds the host up
+            begun = time.perf_counter()
+            each()
+            samples.append((time.perf_counter() - begun) * 1e6)
+    us, torch_us = map(median, timed.values())
+    return HostTime(backend, call, us / count, torch_us, *(value / count for value in _driver(run)))
 
 
 def _driver(run: Callable[[], object]) -> tuple[float, ...]:

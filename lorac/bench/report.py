@@ -95,9 +95,9 @@ def _host_table(host: list[HostTime]) -> str:
     if not host:
         return ""
     rows = [
-        (of.backend, of.call, f"{of.us:.1f}", f"{of.driver_us:.1f}")
+        (of.backend, of.call, f"{of.us:.1f}", f"{of.torch_us:.1f}", f"{of.driver_us:.1f}")
         + (f"{of.copies:g}", f"{of.kernels:g}", f"{of.synchronisations:g}")
         for of in host
     ]
-    heads = ("backend", "call", "µs", "in the driver", "copies", "kernels", "synchronisations")
+    heads = ("backend", "call", "µs", "x.add_(1) of torch", "in the driver", "copies", "kernels", "synchronisations")
     return "the host's share of each call\n" + table(heads, rows)

@@ -54,10 +54,10 @@ def test_noise_is_marked_and_explained():
 
 def test_kernels_and_host_times_have_tables_and_everything_is_in_the_json():
     kernels = [Timed("triton", "shrink_qkv_proj", 16, 8, 4.0, 2.0, 0.5)]
-    host = [HostTime("triton", "prepare, 256 decode rows", 41.5, 17.0, 1, 1, 0)]
+    host = [HostTime("triton", "prepare, 256 decode rows", 41.5, 8.5, 17.0, 1, 1, 0)]
     full = report(kernels=kernels, host=host)
     assert any(line.split()[-4:] == ["4.00", "2.00", "0.50", "2.0"] for line in full.text().splitlines())
-    assert any(line.split()[-5:] == ["41.5", "17.0", "1", "1", "0"] for line in full.text().splitlines())
+    assert any(line.split()[-6:] == ["41.5", "8.5", "17.0", "1", "1", "0"] for line in full.text().splitlines())
     data = json.loads(full.json())
     assert data["cells"][1]["contenders"]["fused"]["tax"] == 0.0234
     assert data["kernels"][0]["us"] == 4.0 and data["host"][0]["kernels"] == 1
