@@ -5,6 +5,8 @@ from functools import cached_property
 from math import gcd
 from typing import NamedTuple
 
+from lorac.runtime.errors import PackageError
+
 
 class Slice(NamedTuple):
     """One stacked part of a module: rows [start, start + width) of its output on this rank."""
@@ -88,3 +90,12 @@ class Layout:
     def by_name(self) -> dict[str, Module]:
         """Modules by name."""
         return {module.name: module for module in self.modules}
+
+    def check_ranks(self, tp_rank: int, ep_rank: int) -> None:
+        """Raise PackageError unless the package was built for such ranks: any other would get nobody's shard."""
+        for name, rank, count in (("tp", tp_rank, self.tp), ("ep", ep_rank, self.ep)):
+            if rank not in range(count):
+                expected = f"0 to {count - 1}" if count > 1 else "0"
+                raise PackageError(
+                    f"package {self.name}: {name}_rank {rank} of a package for {name} {count}; expected {expected}"
+                )

@@ -26,7 +26,7 @@ class Slots:
     `a`, `b`, `rank` and `scale` are the tables kernels read, by module; `Buffers` gives their shapes, and their
     addresses never change. Who writes to `b` itself calls `renew_copies`. `generation` grows with every change of a
     slot or a resident's name, `slot_generation[slot]` with every change of what that slot holds. `cache_bytes` bounds
-    the adapters kept on the host.
+    the adapters kept on the host. Raises PackageError for a rank that the package was not built for.
 
     Any thread may call any method. `lock` guards names, slots and tables, and is held briefly: by a load while it
     commits, and by a step from looking slots up or checking its ticket to the end of its launches (`reading`).
@@ -41,6 +41,7 @@ class Slots:
         ep_rank: int = 0,
         cache_bytes: int = 8 << 30,
     ):
+        layout.check_ranks(tp_rank, ep_rank)
         self.layout, self.dtype, self.device = layout, getattr(torch, layout.dtype), torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())

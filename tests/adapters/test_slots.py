@@ -6,7 +6,7 @@ import torch
 
 from lorac.runtime.adapters import read_adapter
 from lorac.runtime.buffers import Buffers
-from lorac.runtime.errors import AdapterError, ShapeError, SlotError
+from lorac.runtime.errors import AdapterError, PackageError, ShapeError, SlotError
 from lorac.runtime.slots import Slots
 
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -327,3 +327,17 @@ def test_ranks_of_tensor_parallelism_hold_their_shares(tmp_path):
     assert all(torch.equal(slots.a["gate_up_proj"], whole.a["gate_up_proj"]) for slots in ranks)
     gates = torch.cat([slots.b["gate_up_proj"][:, :12] for slots in ranks], 1)
     assert torch.equal(gates, whole.b["gate_up_proj"][:, :24])
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_the_package_is_not_for_is_refused(tmp_path, rank):
+    """Else -1 would serve the last rank's shard, and 2 nothing at all."""
+    layout = kit.layout(kit.MOE, tp=2, local=2)
+    for name in ("tp_rank", "ep_rank"):
+        expected = f"{name} {rank} of a package for {name[:2]} 2; expected 0 to 1"
+        with pytest.raises(PackageError, match=expected):
+            Slots(layout, "cpu", **{name: rank})
+        with pytest.raises(PackageError, match=expected):
+            read_adapter(tmp_path, layout, **{name: rank})
+    with pytest.raises(PackageError, match="tp_rank 2 of a package for tp 1; expected 0$"):
+        Slots(kit.layout(), "cpu", tp_rank=2)

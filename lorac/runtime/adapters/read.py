@@ -19,8 +19,10 @@ def read_adapter(
     """The adapter in `folder` in the package's dtype on the host: the share of one rank.
 
     Reads adapter_config.json (PEFT 0.4 to 0.21) and adapter_model.safetensors. `pin` puts the result into page-locked
-    memory. Every tensor is used or named in the error: AdapterError, with everything that is wrong.
+    memory. Every tensor is used or named in the error: AdapterError, with everything that is wrong. Raises PackageError
+    for a rank that the package was not built for.
     """
+    layout.check_ranks(tp_rank, ep_rank)
     folder = Path(folder)
     config = read_config(folder, Problems(folder))
     with open_tensors(folder) as file:
