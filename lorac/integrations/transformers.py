@@ -42,11 +42,10 @@ class Handle:
     """A model served with adapters. Not thread-safe, as the Step is not; adapters may be loaded by other threads."""
 
     def __init__(self, model: PreTrainedModel, package: ModuleType, slots: Slots, step: Step):
-        if slots.layout != package.LAYOUT or step.slots is not slots:
-            raise PackageError(
-                f"the slots are of package {slots.layout.name}, the package is {package.LAYOUT.name}; "
-                "expected slots of that package, and a step made for those slots"
-            )
+        package.LAYOUT.check_fits(slots.layout, "the Slots object")
+        package.LAYOUT.check_fits(step.layout, "the Step")
+        if step.slots is not slots:
+            raise PackageError("the Step given was made for other Slots; expected one made for those given")
         if isinstance(getattr(model.forward, "handle", None), Handle):
             raise PackageError("the model is attached already; call detach() of its handle first")
         self.model, self.package, self.slots, self.step = model, package, slots, step

@@ -1,6 +1,6 @@
 """What a generated package tells the runtime of its modules: names, shapes, where adapters' tensors come from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd
 from typing import NamedTuple
@@ -99,3 +99,21 @@ class Layout:
                 raise PackageError(
                     f"package {self.name}: {name}_rank {rank} of a package for {name} {count}; expected {expected}"
                 )
+
+    def check_fits(self, other: "Layout", what: str) -> None:
+        """Raise PackageError, with what differs, unless `what`, made for the layout `other`, has this one's tables.
+
+        Packages that differ in nothing but their names and their graphs have the same.
+        """
+        found = []
+        for name in (field.name for field in fields(Layout) if field.name not in ("name", "modules")):
+            theirs, ours = getattr(other, name), getattr(self, name)
+            found += [f"{name} {theirs} instead of {ours}"] if theirs != ours else []
+        names = dict.fromkeys((*self.by_name, *other.by_name))
+        modules = [name for name in names if self.by_name.get(name) != other.by_name.get(name)]
+        found += [f"other shapes of {', '.join(modules)}"] if modules else []
+        if found:
+            raise PackageError(
+                f"{what} given to package {self.name} is of package {other.name}: {'; '.join(found)}; "
+                f"expected that of package {self.name}"
+            )

@@ -70,8 +70,10 @@ class Step:
         """`backend` is the generated module of that name; `slots` the package's Slots.
 
         `stream` numbers the streams of steps that run at once, from 0; each needs a Step of its own. `group` is the
-        process group of the ranks that must agree, all of them unless stated.
+        process group of the ranks that must agree, all of them unless stated. Raises PackageError for what the package
+        was not built for, slots of another package among it.
         """
+        tables.LAYOUT.check_fits(slots.layout, "the Slots object")
         if not 0 <= stream < tables.STREAMS:
             raise PackageError(
                 f"package {tables.LAYOUT.name} is built for {tables.STREAMS} streams; there is no stream {stream}"

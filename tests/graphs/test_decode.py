@@ -7,7 +7,7 @@ import pytest
 import torch
 from serving import spec
 
-from lorac.runtime.errors import CaptureError, ShapeError, TicketError
+from lorac.runtime.errors import CaptureError, PackageError, ShapeError, TicketError
 from lorac.runtime.stats import GraphKey
 
 SEGMENTED = ["triton", "csgmv"]
@@ -281,3 +281,11 @@ def test_requests_that_fit_no_bucket_whole_are_told_so(server):
         s.decode(rows_per_request=3)
     with pytest.raises(ShapeError, match="rows_per_request is 0"):
         s.step.prepare(["a"], rows_per_request=0)
+
+
+def test_slots_of_another_package_are_refused(build):
+    package, other = build(spec()), build(spec(name="wider", adapters__max_rank=32))
+    with pytest.raises(PackageError, match="to package small is of package wider: max_rank 32 instead of 16"):
+        package.Step(other.Slots("cpu"), "torch")
+    alike = build(spec(name="alike", backends={"torch": {}}))
+    assert package.Step(alike.Slots("cpu"), "torch").layout.name == "small"

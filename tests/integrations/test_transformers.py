@@ -221,8 +221,12 @@ def test_a_model_without_the_experts_of_the_package_is_refused(served):
 def test_parts_of_different_packages_are_refused(served, tmp_path):
     s, other = served("llama"), served("qwen3")
     s.handle.detach()
-    with pytest.raises(PackageError, match="slots of that package"):
-        attach(s.model, s.package, s.slots, other.step)
+    name, theirs = s.package.LAYOUT.name, other.package.LAYOUT.name
+    for what, slots, step in (("the Step", s.slots, other.step), ("the Slots object", other.slots, s.step)):
+        with pytest.raises(PackageError, match=f"{what} given to package {name} is of package {theirs}"):
+            attach(s.model, s.package, slots, step)
+    with pytest.raises(PackageError, match="made for other Slots"):
+        attach(s.model, s.package, s.package.Slots("cpu"), s.step)
 
 
 def test_the_example_tells_what_peft_says(capsys):

@@ -226,12 +226,12 @@ def test_one_row_for_all(package, slots, random_of):
 
 
 @pytest.mark.parametrize("package", [("float32", 24)], indirect=True, ids=str)
-def test_base_rows_alone_where_no_variant_is_without_adapters(build, random_of, slots, package):
+def test_base_rows_alone_where_no_variant_is_without_adapters(build, random_of, package):
     limit = package.LAYOUT.max_rank
     asked = spec(package.LAYOUT.dtype, limit) | {"name": "alone"}
     asked["graphs"] = {"prefill": asked["graphs"]["prefill"]}  # leaves one variant, for adapters
     alone = build(asked)
-    step = alone.Step(slots, "fused")
+    step = alone.Step(filled(alone, random_of), "fused")
     step.prepare_slots("decode", [-1] * 40, [1] * 40)
     assert (step.batch.adapters, step.batch.rank) == (0, 0)
     module = alone.LAYOUT.by_name["long_proj"]
