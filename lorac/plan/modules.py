@@ -60,8 +60,8 @@ def _width(linear: Linear, tp: int, heads: int) -> int:
 
 
 def _even(size: int, tp: int, units: int, what: str) -> int:
-    """The shard of `size`, which consists of `units`, on one of `tp` ranks."""
-    if size % tp or (units and units % tp):
+    """The shard of `size`, which consists of so many equal `units`, on one of `tp` ranks."""
+    if (units or size) % tp:
         raise ValueError(f"{what}: {f'{units} heads' if units else size} cannot be cut evenly over {tp} ranks")
     return size // tp
 

@@ -151,11 +151,22 @@ def _short_shapes(model: Model) -> Shapes:
 
 def _long_shapes(model: Model) -> Shapes:
     problems: list[Problem] = []
-    linears = []
+    linears: list[Linear] = []
+    at: dict[str, str] = {}  # paths, and the linear of each
     for name, written in model.linears.items():
         path = ("model", "linears", name)
         if name in (*OUTER_TARGETS, "experts"):
             problems.append(Problem(f"{name} is no linear of a layer", path, hint="every model has it; leave it out"))
+        first = at.setdefault(written.path, name)
+        if first != name:
+            message = f"{name} has the path of {first}, {written.path}"
+            hint = "adapters name a linear by its path alone: give each its own, or leave one out"
+            problems.append(Problem(message, (*path, "path"), expected="a path of its own", hint=hint))
+        cut = {"column": written.out_features, "row": written.in_features}.get(written.sharding, 0)
+        if written.units and cut % written.units:
+            side = "out" if written.sharding == "column" else "in"
+            message = f"{name}'s {side} of {cut} cannot be cut into {written.units} units"
+            problems.append(Problem(message, (*path, "units"), expected=f"a divisor of {cut}, or 0 for any even cut"))
         layers = _layers(written, model.layers, path, problems)
         linears.append(
             Linear(
