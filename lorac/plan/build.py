@@ -7,6 +7,7 @@ from lorac.plan import buckets, buffers, decisions, kernels, modules, parameters
 from lorac.plan.model import BackendPlan, BucketPlan, Decision, DecodePlan, ModulePlan, Plan, PrefillPlan, Variant
 from lorac.runtime.segments import Segments, decode_grid, prefill_grid, segment_slots
 from lorac.spec.backend import Declaration, Tile
+from lorac.spec.folders import serving_experts
 from lorac.spec.schema import Spec
 from lorac.spec.shapes import Shapes
 
@@ -42,9 +43,8 @@ def make_plan(spec: Spec, shapes: Shapes, declarations: dict[str, Declaration], 
         notes += more
     if experts and not any(declaration.experts for declaration in declarations.values()):
         index = spec.adapters.targets.index("experts")
-        problems.append(
-            Problem("no backend of this spec serves experts", ("adapters", "targets", index), hint="add one that does")
-        )
+        hint = f"add one that does to backends, of lorac's own: {', '.join(serving_experts())}"
+        problems.append(Problem("no backend of this spec serves experts", ("adapters", "targets", index), hint=hint))
     if problems:
         raise SpecError(problems)
     planned = _with_copies(planned, backends, kernels.narrow_widths(kernels.kernel_ranks(resolved, max_rank), max_rank))

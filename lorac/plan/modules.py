@@ -8,18 +8,33 @@ from lorac.spec.shapes import Linear, Shapes
 def plan_modules(
     shapes: Shapes, targets: tuple[str, ...], tp: int, ep: int, shared_outer: bool
 ) -> tuple[tuple[ModulePlan, ...], list[Problem]]:
-    """One module per target, in the spec's order; problems where a shape cannot be sharded over `tp` ranks."""
+    """One module per target, in the spec's order; problems where a shape cannot be cut over `tp` or `ep` ranks."""
     modules, problems = [], []
-    for index, target in enumerate(targets):
+    for target in targets:
+        key, ranks = ("ep", ep) if target == "experts" else ("tp", tp)
         try:
-            modules += (
-                _expert_modules(shapes, ep, shared_outer) if target == "experts" else [_module(shapes, target, tp)]
-            )
+            modules += _modules(shapes, target, ranks, shared_outer)
         except ValueError as error:
-            problems.append(
-                Problem(str(error), ("adapters", "targets", index), hint="lower parallel.tp or parallel.ep")
-            )
+            fitting = next(fewer for fewer in range(ranks - 1, 0, -1) if _fits(shapes, targets, key, fewer))
+            hint = f"lower it to {fitting}, which fits every target"
+            problems.append(Problem(str(error), ("parallel", key), hint=hint))
     return tuple(modules), problems
+
+
+def _fits(shapes: Shapes, targets: tuple[str, ...], key: str, ranks: int) -> bool:
+    """Whether all targets that `parallel.tp`, or `parallel.ep`, cuts can be cut over so many ranks."""
+    try:
+        for target in targets:
+            if (target == "experts") == (key == "ep"):
+                _modules(shapes, target, ranks, False)
+    except ValueError:
+        return False
+    return True
+
+
+def _modules(shapes: Shapes, target: str, ranks: int, shared_outer: bool) -> list[ModulePlan]:
+    """A target's modules on one of the ranks it is cut over. Raises ValueError where it cannot be."""
+    return _expert_modules(shapes, ranks, shared_outer) if target == "experts" else [_module(shapes, target, ranks)]
 
 
 def _module(shapes: Shapes, target: str, tp: int) -> ModulePlan:

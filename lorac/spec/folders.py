@@ -40,6 +40,12 @@ def read_declaration(folder: Path) -> Declaration:
     return read_described(declaration_path(folder), Declaration)[1]
 
 
+def serving_experts() -> list[str]:
+    """The kinds among lorac's own backends that serve modules of experts."""
+    folders = sorted(path.parent for path in (templates_folder() / "backends").glob("*/backend.yaml"))
+    return [folder.name for folder in folders if read_declaration(folder).experts]
+
+
 def _locate(base: Path, templates: str | None, kind: str, block: str) -> Path:
     """The folder of a kind: below the block's `templates`, inside the spec's folder, or else among lorac's own."""
     own = templates_folder() / "backends"
