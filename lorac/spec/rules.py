@@ -92,8 +92,17 @@ def decode_rules(decode: Decode, adapters: Adapters | None) -> list[Problem]:
         message = "no variant of decode takes every batch"
         expected = "one variant without bounds, such as lora: {}"
         problems.append(Problem(message, (*path, "variants"), expected=expected))
+    alike: dict[tuple[int, int], str] = {}  # bounds of any batch that can be, and the variant of each
     for name, variant in decode.variants.items():
         here = (*path, "variants", name)
+        if adapters:
+            most = adapters.slots if variant.adapters is None else variant.adapters
+            rank = (variant.rank or adapters.max_rank) if most else 0
+            first = alike.setdefault((most, rank), name)
+            if first != name:
+                message = f"variant {name} has the bounds of variant {first}, so that no graph would be captured for it"
+                hint = "leave one of the two out, or bound it by fewer adapters or a lower rank"
+                problems.append(Problem(message, here, expected="bounds of its own", hint=hint))
         if keyword.iskeyword(name):
             problems.append(Problem(f"{name} is a keyword of Python", here, expected="another name"))
         if adapters and variant.adapters is not None and variant.adapters > adapters.slots:

@@ -66,7 +66,7 @@ class Decode(_Block):
     )
     variants: dict[Identifier, Variant] = Field(
         default={"nolora": Variant(adapters=0), "lora": Variant()},
-        description="bounds graphs are specialised for; at least one has no bounds",
+        description="bounds graphs are specialised for, no two alike; at least one has no bounds",
     )
     streams: int = Field(default=1, ge=1, le=8, description="CUDA streams LoRA may use beside the base layer")
 

@@ -67,12 +67,16 @@ def sizes_up_to(draw, most: int):
 
 @st.composite
 def variants(draw, slots: int, max_rank: int):
-    """Bounds with distinct names; one of them has none."""
-    bounds = {}
+    """Bounds with distinct names, no two alike; one of them has none."""
+    bounds, taken = {}, {(slots, max_rank)}
     for name in draw(st.lists(st.sampled_from("abcdef"), max_size=4, unique=True)):
         adapters = draw(st.none() | st.integers(0, slots))
         rank = draw(st.none() | st.integers(1, max_rank))
-        bounds[name] = {k: v for k, v in (("adapters", adapters), ("rank", rank)) if v is not None}
+        most = slots if adapters is None else adapters
+        key = (most, (rank or max_rank) if most else 0)
+        if key not in taken:
+            taken.add(key)
+            bounds[name] = {k: v for k, v in (("adapters", adapters), ("rank", rank)) if v is not None}
     return bounds | {"lora": {}}
 
 
