@@ -9,9 +9,13 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lorac.errors import BuildError, Problem, SpecError, format_problems
 from lorac.stamp import fresh_package, record
+
+if TYPE_CHECKING:
+    from lorac.plan.model import Decision
 
 EXAMPLE = "lorac build specs/llama31_8b.yaml"
 
@@ -73,7 +77,11 @@ def _build(spec: Path, args: argparse.Namespace, owners: dict[Path, Path]) -> li
     from lorac.emit import emit
 
     changes = emit(compiled.files, folder, args.force)
-    record(spec, compiled.inputs, folder, started)
+    warnings = _warnings(spec, compiled.plan.decisions)
+    if not warnings:  # else the next build would find nothing to do, and not say them again
+        record(spec, compiled.inputs, folder, started)
+    elif not args.quiet:
+        print("\n".join(warnings), file=sys.stderr)
     _say(args, f"{folder}: {_summary(changes.written, changes.removed)}")
     return _compile(spec, folder, compiled.plan.targets, args) if args.aot else []
 
@@ -117,6 +125,11 @@ def _compile(spec: Path, folder: Path, targets: tuple[str, ...], args: argparse.
     rows = compile_package(folder, targets)
     _say(args, report(rows))
     return [Problem(failure, file=str(spec)) for failure in failures_of(rows)]
+
+
+def _warnings(spec: Path, decisions: "tuple[Decision, ...]") -> list[str]:
+    """What is switched off though the spec asks for it, a line each."""
+    return [f"{spec}: warning: {of.subject}: {of.outcome}; {of.reason}" for of in decisions if of.level == "warning"]
 
 
 def _claim(folder: Path, spec: Path, owners: dict[Path, Path]) -> None:

@@ -12,21 +12,24 @@ VALIDATED_RUNNERS = ("triton",)
 def prefill_mode(
     block: str, asked: str, declaration: Declaration, segments: Segments, experts: bool, dp_attention: bool
 ) -> tuple[str, list[Decision]]:
-    """The prefill graph mode of one backend, and why it is off where it was asked for."""
+    """The prefill graph mode of one backend, and why it is off where it was asked for.
+
+    A backend that never has any is no cause for a warning, for nothing in the spec would change that.
+    """
     if asked == "off":
         return "off", []
-    subject = f"{block}: prefill graphs"
-    if dp_attention:
+    level = "warning"
+    if not declaration.prefill_graphs:
+        reason, level = declaration.no_prefill_graphs or "the backend declares none", "note"
+    elif dp_attention:
         reason = "under DP attention the ranks' batches differ, so one could replay what another runs eagerly"
-    elif not declaration.prefill_graphs:
-        reason = declaration.no_prefill_graphs or "the backend declares none"
     elif asked not in declaration.prefill_graphs:
         reason = f"the backend supports {' and '.join(declaration.prefill_graphs)}, not {asked}"
     elif experts and asked == "full":
         reason = "a full graph fixes the routing of experts, which must be recomputed for every batch; use breakable"
     else:
         return asked, []
-    return "off", [Decision(subject, "off", reason)]
+    return "off", [Decision(f"{block}: prefill graphs", "off", reason, level)]
 
 
 def moe_variants(
@@ -35,7 +38,8 @@ def moe_variants(
     """All variants, or the widest alone for a MoE runner whose dual capture was never validated."""
     if not experts or runner in VALIDATED_RUNNERS:
         return variants, []
-    reason = f"dual capture was never validated for the MoE runner {runner!r}; one graph serves every batch"
+    known = ", ".join(VALIDATED_RUNNERS)
+    reason = f"dual capture was validated for the MoE runner {known}, never for {runner!r}; one graph serves every batch"
     return variants[-1:], [Decision("variants", f"{variants[-1].name} alone", reason, "warning")]
 
 
@@ -47,11 +51,8 @@ def backend_notes(
     notes, columns = [], slots * max_rank
     for target in targets:
         if declaration.architectures and target not in declaration.architectures:
-            notes.append(
-                Decision(
-                    f"{block}: {target}", "not compiled", f"the backend supports {', '.join(declaration.architectures)}"
-                )
-            )
+            reason = f"the backend supports {', '.join(declaration.architectures)}"
+            notes.append(Decision(f"{block}: {target}", "not compiled", reason, "warning"))
     tiled = [stage for stage, kernel in declaration.kernels.items() if kernel.tiled]
     if others := [target for target in targets if target not in TMA_TARGETS]:
         reason = f"{', '.join(others)} cannot copy whole tiles (TMA), without which they spill registers"

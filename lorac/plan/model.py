@@ -192,7 +192,7 @@ class Decision:
     subject: str
     outcome: str
     reason: str
-    level: str = "note"  # note | warning
+    level: str = "note"  # note | warning: the spec asks for something else, and could say what works
 
 
 @dataclass(frozen=True)

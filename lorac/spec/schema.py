@@ -108,7 +108,11 @@ class Parallel(_Block):
 class Moe(_Block):
     """How the base model runs its experts."""
 
-    runner: str = Field(default="triton", description="the engine's MoE runner")
+    runner: str = Field(
+        default="triton",
+        description="the engine's MoE runner; with any but triton, for which alone graphs without adapters were "
+        "compared with those for them, the widest variant serves every batch",
+    )
 
 
 class Spec(_Block):

@@ -123,6 +123,18 @@ def test_quiet_is_silent(lorac):
     assert lorac("build", TINY, "--quiet") == (0, "", "")
 
 
+def test_what_a_build_switches_off_is_said_by_each(lorac, tmp_path):
+    spec = copy_of_tiny(tmp_path)
+    text = spec.read_text()
+    assert "parallel:" not in text
+    spec.write_text(text + "parallel: {dp_attention: true}\n")
+    for _ in range(2):
+        status, _, err = lorac("build", spec)
+        assert status == 0 and f"{spec}: warning: triton: prefill graphs: off; under DP attention" in err
+        assert "torch" not in err  # which never has any
+    assert lorac("build", "--quiet", spec) == (0, "", "")
+
+
 @pytest.mark.parametrize("arguments", [[], ["bild"], ["build"], ["build", "--nope", "x"], ["explain"]])
 def test_misuse_is_status_2(lorac, arguments):
     status, out, err = lorac(*arguments)

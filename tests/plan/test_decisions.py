@@ -24,6 +24,8 @@ def test_dp_attention_turns_prefill_graphs_off():
     assert set(modes(plan).values()) == {"off"}
     assert "ranks" in reasons(plan)["triton: prefill graphs"]
     assert all(not backend.prefill for backend in plan.backends)
+    levels = {decision.subject: decision.level for decision in plan.decisions}
+    assert levels["triton: prefill graphs"] == "warning" and levels["torch: prefill graphs"] == "note"
 
 
 def test_a_backend_without_prefill_graphs_keeps_its_own_reason():
