@@ -39,7 +39,7 @@ def moe_variants(
     if not experts or runner in VALIDATED_RUNNERS:
         return variants, []
     known = ", ".join(VALIDATED_RUNNERS)
-    reason = f"dual capture was validated for the MoE runner {known}, never for {runner!r}; one graph serves every batch"
+    reason = f"dual capture was validated for MoE runner {known}, never for {runner!r}; one graph serves every batch"
     return variants[-1:], [Decision("variants", f"{variants[-1].name} alone", reason, "warning")]
 
 

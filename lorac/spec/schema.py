@@ -10,6 +10,16 @@ from .model_schema import Model
 IDENTIFIER = r"^[a-z][a-z0-9_]{0,40}$"
 Identifier = Annotated[str, StringConstraints(pattern=IDENTIFIER)]
 Target = Literal["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+# what people call the GPUs of each target
+CARDS = {
+    "sm_80": ("A100", "A800", "A30"),
+    "sm_86": ("A10", "A40", "RTX A6000", "RTX 3090"),
+    "sm_89": ("L4", "L40", "L40S", "RTX 6000 Ada", "RTX 4090"),
+    "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
+    "sm_100": ("B100", "B200", "GB200"),
+    "sm_120": ("RTX PRO 6000", "RTX 5090"),
+    "gfx942": ("MI300X", "MI300A", "MI325X"),
+}
 MAX_ROWS = 65_536
 MAX_TOKENS = 1_048_576
 

@@ -1,5 +1,6 @@
 """pydantic's findings as plain sentences. The JSON schema of Spec says what would have been right."""
 
+import re
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from lorac.errors import Problem
 
 from .model_schema import DOTTED_PATH, LAYER_NAME
-from .schema import IDENTIFIER
+from .schema import CARDS, IDENTIFIER
 
 _PATTERNS = {
     IDENTIFIER: "a name of at most 41 lower-case letters, digits and _, beginning with a letter",
@@ -90,7 +91,7 @@ def _problem(item: Any, schema: Node) -> Problem:
         message = f"{shown(value)} cannot be a name in {label(path[:-2])}"
         return Problem(message, path[:-1], expected=_PATTERNS.get(pattern, "a text"), at_key=True)
     node = _node(schema, path, schema)
-    return Problem(_sentence(item, path, node), path, _phrase(node, schema), _hint(value, node))
+    return Problem(_sentence(item, path, node), path, _phrase(node, schema), _hint(value, node, schema))
 
 
 def _sentence(item: Any, path: Path, node: Node) -> str:
@@ -113,8 +114,10 @@ def _sentence(item: Any, path: Path, node: Node) -> str:
     return f"{name} must be {_KINDS.get(node.get('type', ''), 'something else')}, not {text}{shown(value)}"
 
 
-def _hint(value: Any, node: Node) -> str:
+def _hint(value: Any, node: Node, schema: Node) -> str:
     kind = node.get("type")
+    if node.get("enum") == list(CARDS):
+        return _target_hint(str(value))
     if "enum" in node:
         return nearest(value, list(map(str, node["enum"])))
     if kind == "boolean" and value in ("true", "false"):
@@ -129,11 +132,32 @@ def _hint(value: Any, node: Node) -> str:
         return f"write {value:.0f}"
     if kind == "string" and isinstance(value, (bool, int, float)):
         return f'quote it: "{shown(value)}"'
-    if kind == "array" and isinstance(value, (str, int, float)):
-        return f"write [{value}]"
+    if kind == "array" and isinstance(value, (str, int)):
+        return _list_hint(value, _plain(node["items"], schema))
     if kind == "object" and value is None:
         return "write {} for none"
     return ""
+
+
+def _target_hint(text: str) -> str:
+    """The target a card is of, or one in other letters. Its digits alone mean nothing: an H100 is no sm_100."""
+    words = f" {re.sub(r'[^a-z0-9]+', ' ', text.lower())} "
+    for target, cards in CARDS.items():
+        if card := next((card for card in cards if f" {card.lower()} " in words), None):
+            return f"{card} is {target}"
+        if words.replace(" ", "") == target.replace("_", ""):
+            return f"{_MEANT}{target}?"
+    return ""
+
+
+def _list_hint(value: str | int, item: Node) -> str:
+    """How a list with the value is written, where it may hold that; what texts name, the schema does not know."""
+    if "enum" in item:
+        return f"write [{value}]" if value in item["enum"] else ""
+    if item.get("type") == "string":
+        return "write a list: [one, two]" if isinstance(value, str) else ""
+    within = type(value) is int and item.get("minimum", value) <= value <= item.get("maximum", value)
+    return f"write [{value}]" if within else ""
 
 
 def _node(node: Node, loc: Path, schema: Node) -> Node:

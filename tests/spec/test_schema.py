@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ from lorac.errors import SpecError, format_problems
 from lorac.spec import load_spec, spec_from_data, target_names
 from lorac.spec.init import init_spec
 from lorac.spec.model import preset_shapes, presets
-from lorac.spec.schema import Spec
+from lorac.spec.schema import CARDS, Spec, Target
 from lorac.spec.schema_export import json_schema
 
 SPECS = Path(__file__).parents[2] / "specs"
@@ -99,6 +100,35 @@ def test_backend_blocks_keep_their_order_and_raw_parameters(tmp_path):
 def test_refused(trail, values):
     for value in values:
         assert messages(changed(trail, value)), value
+
+
+@pytest.mark.parametrize(
+    ("trail", "value", "hint"),
+    [
+        (["targets"], ["H100"], "H100 is sm_90"),
+        (["targets"], ["NVIDIA H200 141GB"], "H200 is sm_90"),
+        (["targets"], ["a100-80gb"], "A100 is sm_80"),
+        (["targets"], ["L40S"], "L40S is sm_89"),
+        (["targets"], ["B200"], "B200 is sm_100"),
+        (["targets"], ["mi300x"], "MI300X is gfx942"),
+        (["targets"], ["SM90"], "did you mean sm_90?"),
+        *[(["targets"], [name], "") for name in ("V100", "sm_91", "sm_70", "90", 90, "T4")],
+        (["targets"], "sm_90", "write [sm_90]"),
+        (["targets"], "H100", ""),
+        (["adapters", "targets"], "all-linear", "write a list: [one, two]"),
+        (["graphs", "decode"], {"buckets": "1-16"}, ""),
+        (["graphs", "decode"], {"buckets": 16}, "write [16]"),
+        (["graphs", "decode"], {"buckets": 0}, ""),
+    ],
+)
+def test_hints_are_accepted(trail, value, hint):
+    with pytest.raises(SpecError) as caught:
+        spec_from_data(changed(trail, value))
+    assert [problem.hint for problem in caught.value.problems] == [hint]
+
+
+def test_every_target_has_its_cards():
+    assert list(CARDS) == list(get_args(Target))
 
 
 def test_all_problems_of_a_file_at_once(tmp_path):
