@@ -147,7 +147,11 @@ def _backend(
     )
     ranks = kernels.kernel_ranks(resolved, spec.adapters.max_rank)
     adapters = kernels.kernel_adapters(resolved, slots)
-    notes += [Decision(f"{block}: {note.subject}", note.outcome, note.reason) for note in declaration.notes]
+    planned_kernels = kernels.plan_kernels(
+        declaration, planned, ranks, adapters, spec.dtype, slots, spec.adapters.max_rank, spec.targets, tuned
+    )
+    if declaration.owns_base:
+        notes += decisions.base_notes(block, planned, planned_kernels)
     return BackendPlan(
         name=block,
         kind=spec.backends[block].kind or block,
@@ -160,9 +164,7 @@ def _backend(
         prefill_mode=mode,
         decode=_decode_buckets(decode, rule, slots, resolved) if declaration.decode_graphs else (),
         prefill=() if mode == "off" else _prefill_buckets(prefill, rule, slots, resolved),
-        kernels=kernels.plan_kernels(
-            declaration, planned, ranks, adapters, spec.dtype, slots, spec.adapters.max_rank, spec.targets, tuned
-        ),
+        kernels=planned_kernels,
         scratch=(),
         operators=tuple(sorted(declaration.operators.items())),
     ), notes

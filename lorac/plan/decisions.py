@@ -1,7 +1,7 @@
 """Decisions: what does not work together, each switched off in one place, with the reason a user reads in `explain`."""
 
-from lorac.plan.kernels import TMA_TARGETS, spills, tile_rank
-from lorac.plan.model import Decision, Variant
+from lorac.plan.kernels import TMA_TARGETS, UNLIMITED, spills, tile_rank
+from lorac.plan.model import Decision, KernelPlan, ModulePlan, Variant
 from lorac.runtime.segments import Segments
 from lorac.spec.backend import Declaration
 
@@ -77,6 +77,30 @@ def backend_notes(
     if "experts" in kinds and not declaration.experts:
         notes.append(Decision(f"{block}: experts", "not served", "the backend has no kernels for experts", "warning"))
     return notes
+
+
+def base_notes(block: str, modules: tuple[ModulePlan, ...], kernels: tuple[KernelPlan, ...]) -> list[Decision]:
+    """Who computes the base GEMM of linear layers under a backend that owns it, as its kernels were planned."""
+    served: dict[tuple[str, str], list[str]] = {}
+    for module in (module for module in modules if module.kind == "linear"):
+        base = [kernel for kernel in kernels if kernel.module == module.name and kernel.base]
+        served.setdefault(_whose_base(base), []).append(module.name)
+    return [
+        Decision(f"{block}: base GEMM of {', '.join(names)}", outcome, reason)
+        for (outcome, reason), names in served.items()
+    ]
+
+
+def _whose_base(kernels: list[KernelPlan]) -> tuple[str, str]:
+    """Whose the base GEMM of one module is that these kernels compute, and why."""
+    if not kernels:
+        return "the library's", "none of its kernels with the base serves them in this dtype, these sizes and targets"
+    reason = "LoRA as further steps of its sum spares reading and writing y again"
+    most = max(kernel.max_rows or UNLIMITED for kernel in kernels)
+    outcome = "its own" if most == UNLIMITED else f"its own up to {most} rows, the library's past them"
+    if any(kernel.library for kernel in kernels):
+        return f"{outcome}, but for rows left to the library above", f"{reason}; the library has what it is faster at"
+    return outcome, reason
 
 
 def _left_to_the_library(block: str, stages: list[str], reason: str) -> list[Decision]:

@@ -144,14 +144,6 @@ class Kernel(_Declared):
         return not self.max_columns or columns <= self.max_columns
 
 
-class Note(_Declared):
-    """A decision a user should know of, with its reason."""
-
-    subject: StrictStr
-    outcome: StrictStr
-    reason: StrictStr
-
-
 class Declaration(_Declared):
     """A backend folder's `backend.yaml`."""
 
@@ -169,7 +161,6 @@ class Declaration(_Declared):
     ranks: tuple[StrictInt, ...] = Field((), description="the only values of max_rank it takes; empty: any")
     multiple: StrictInt = Field(1, ge=1, description="input and output features it takes are multiples of this")
     owns_base: StrictBool = Field(False, description="it computes the base GEMM itself in `linear`")
-    notes: tuple[Note, ...] = Field((), description="decisions the backend takes for every spec")
     parameters: dict[Identifier, Parameter] = Field(default_factory=dict)
     kernels: dict[Identifier, Kernel] = Field(default_factory=dict)
     operators: dict[StrictStr, StrictStr] = Field(

@@ -86,3 +86,20 @@ def test_a_maximal_rank_that_keeps_slots_from_starting_aligned(dtype, max_rank, 
     told = reasons(plan).get("fused: tile_project", "")
     assert told.endswith(f"one of {aligned} is") == (aligned != max_rank)
     assert ("tile_project" in {kernel.stage for kernel in plan.backends[0].kernels}) == (aligned == max_rank)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slots", "outcome"),
+    [
+        ("bfloat16", 8, "its own, but for rows left to the library above"),
+        ("bfloat16", 256, "its own up to 32 rows, the library's past them"),  # too many columns of B for whole tiles
+        ("float32", 8, "the library's"),
+    ],
+)
+def test_who_computes_the_base_is_told_as_planned(dtype, slots, outcome):
+    adapters = {"slots": slots, "max_rank": 16, "targets": ["qkv_proj", "o_proj", "lm_head"]}
+    model = {"preset": "llama-3.1-8b"}
+    data = kit.spec_data(model=model, dtype=dtype, adapters=adapters, backends={"fused": {}}, targets=["sm_90"])
+    found = {decision.subject: decision.outcome for decision in kit.plan_of(data).decisions}
+    assert found["fused: base GEMM of qkv_proj, o_proj"] == outcome
+    assert sum("base GEMM" in subject for subject in found) == 1
