@@ -69,7 +69,10 @@ class Decode(_Block):
     """Decode graphs: one per bucket and variant."""
 
     buckets: list[Annotated[int, Field(ge=1, le=MAX_ROWS)]] | None = Field(
-        default=None, min_length=1, description="rows graphs are captured for, increasing; chosen by lorac if left out"
+        default=None,
+        min_length=1,
+        description="rows graphs are captured for, increasing; max_rows is added where the list stops short of it; "
+        "chosen by lorac if left out",
     )
     max_rows: int | None = Field(
         default=None, ge=1, le=MAX_ROWS, description="most rows of a decode batch; the largest bucket if left out"
@@ -91,7 +94,8 @@ class Prefill(_Block):
     buckets: list[Annotated[int, Field(ge=1, le=MAX_TOKENS)]] | None = Field(
         default=None,
         min_length=1,
-        description="tokens graphs are captured for, increasing; chosen by lorac if left out",
+        description="tokens graphs are captured for, increasing; max_tokens is added where the list stops short of it; "
+        "chosen by lorac if left out",
     )
     max_requests: int = Field(default=256, ge=1, le=MAX_ROWS, description="most requests of a captured prefill batch")
     max_padding: float = Field(

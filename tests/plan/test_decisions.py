@@ -3,6 +3,8 @@
 import plan_kit as kit
 import pytest
 
+from lorac.spec.schema import Decode, Prefill
+
 MOE = {"model": {"preset": "qwen3-30b-a3b"}, "dtype": "bfloat16",
        "adapters": {"slots": 4, "max_rank": 16, "targets": ["qkv_proj", "experts"]}}  # fmt: skip
 
@@ -103,3 +105,14 @@ def test_who_computes_the_base_is_told_as_planned(dtype, slots, outcome):
     found = {decision.subject: decision.outcome for decision in kit.plan_of(data).decisions}
     assert found["fused: base GEMM of qkv_proj, o_proj"] == outcome
     assert sum("base GEMM" in subject for subject in found) == 1
+
+
+def test_a_bucket_that_is_added_is_told_and_described():
+    graphs = {
+        "decode": {"buckets": [2, 4], "max_rows": 6},
+        "prefill": {"buckets": [8, 32], "max_tokens": 48},
+    }
+    found = {decision.subject: decision.outcome for decision in kit.plan_of(kit.spec_data(graphs=graphs)).decisions}
+    assert (found["decode buckets"], found["prefill buckets"]) == ("6 added", "48 added")
+    for block, maximum in ((Decode, "max_rows"), (Prefill, "max_tokens")):
+        assert f"{maximum} is added where the list stops short" in block.model_fields["buckets"].description
