@@ -16,16 +16,17 @@ from .shapes import Shapes
 
 _SPEC = """\
 # yaml-language-server: $schema=schema.json
+# With that schema beside this file an editor completes and checks it: lorac schema -o schema.json
 # {family}: {layers} layers of width {hidden}, a vocabulary of {vocab}.
 lorac: 1
 name: {name}  # the generated package
-model: {{config: {config}}}  # relative to this file
+model: {{config: {config}}}  # relative to this file{place}
 dtype: bfloat16  # or float16, float32
 adapters:
   slots: 8  # adapters resident at once
   max_rank: 64  # the largest rank an adapter may have
 {legal}
-{fused}
+{whole}
   targets: [{targets}]
 {experts}backends:  # the first is the default
   fused: {{}}
@@ -50,12 +51,14 @@ _EXPERTS = """\
 
 
 def init_spec(config_path: str | Path, name: str, folder: str | Path | None = None) -> str:
-    """The text of a spec for this config.json, to be saved in `folder` (the config's own folder if left out).
+    """The text of a spec for this config.json, to be saved in `folder` (if left out the config's own, which it names).
 
     Raises SpecError where the config is of no known family, the name is no package name, or the config is not inside
     the folder, from where no spec could refer to it.
     """
     config_path = Path(config_path)
+    # a name may hold line breaks, so it is quoted
+    place = f"; save it in {json.dumps(str(config_path.parent))}" if folder is None else ""
     folder = config_path.parent if folder is None else Path(folder)
     problems = name_rules(name, ("name",))
     if not re.fullmatch(IDENTIFIER, name):
@@ -70,11 +73,10 @@ def init_spec(config_path: str | Path, name: str, folder: str | Path | None = No
         problems.append(Problem(message, hint="copy config.json beside the spec"))
     if problems:
         raise SpecError(problems)
-    return _text(shapes_from_config(read_config(config_path)), name, config)
+    return _text(shapes_from_config(read_config(config_path)), name, config, place)
 
 
-def _text(shapes: Shapes, name: str, config: str) -> str:
-    fused = ", ".join(whole for whole, _ in shapes.fused)
+def _text(shapes: Shapes, name: str, config: str, place: str) -> str:
     parts = {part for _, inner in shapes.fused for part in inner}
     whole = [target for target in target_names(shapes) if target not in parts]
     targets = [target for target in whole if target not in (*OUTER_TARGETS, "experts")]
@@ -87,10 +89,22 @@ def _text(shapes: Shapes, name: str, config: str) -> str:
         name=name,
         config=json.dumps(config, ensure_ascii=False),
         legal=_comment(f"The layers adapters may change: {', '.join(target_names(shapes))}."),
-        fused=_comment(f"A fused layer ({fused}) stands for its parts; list them instead if the engine does not fuse."),
+        place=place,
+        whole="\n".join(_comment(text) for text in _on_fused(shapes)),
         targets=", ".join(targets),
         experts=_EXPERTS.format(count=experts.count, layers=len(experts.layers)) if experts else "",
     )
+
+
+def _on_fused(shapes: Shapes) -> list[str]:
+    """What fused targets stand for: parts that may be targets themselves, unless the checkpoint stores them fused."""
+    stored = ", ".join(whole for whole, _ in shapes.fused if whole in shapes.stored_fused)
+    stacked = ", ".join(whole for whole, _ in shapes.fused if whole not in shapes.stored_fused)
+    lines = {
+        f"A fused layer ({stacked}) stands for its parts; list them instead if the engine does not fuse.": stacked,
+        f"The checkpoint itself stores {stored} fused, so adapters change them whole.": stored,
+    }
+    return [line for line, names in lines.items() if names]
 
 
 def _comment(text: str) -> str:

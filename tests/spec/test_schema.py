@@ -225,6 +225,11 @@ def test_init_writes_a_spec_that_loads(tmp_path, preset):
     reached = [part for target in loaded.spec.adapters.targets for part in fused.get(target, (target,))]
     assert sorted(reached) == sorted(linear.name for linear in loaded.shapes.linears)
     assert yaml.safe_load(path.read_text())["name"] == "demo"
+    # parts are offered only where they are legal targets, and a printed spec says where its config path holds
+    parts = {part for _, inner in loaded.shapes.fused for part in inner}
+    offered = "list them instead" in " ".join(path.read_text().replace("# ", "").split())
+    assert offered == bool(parts.intersection(target_names(loaded.shapes)))
+    assert f'relative to this file; save it in "{config.parent}"' in init_spec(config, "demo")
 
 
 def test_init_refuses_what_would_not_load(tmp_path):
