@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lorac.runtime.errors import PackageError, TicketError
+from lorac.runtime.ticket import PHASES
 
-_PHASES = ("decode", "prefill", "mixed")
 _MOST = 1 << 30  # rows per request are sent twice, counted from both ends, to see whether they differ
 
 
@@ -48,14 +48,14 @@ class Agreement:
         Raises TicketError where another rank could not prepare its batch.
         """
         active = int(own.rows > 0)
-        phases = [int(active and own.phase == phase) for phase in _PHASES]
+        phases = [int(active and own.phase == phase) for phase in PHASES]
         each = own.rows_per_request
         rows, requests, adapters, rank, most, least, failed, *phases = self._largest(
             own.rows, own.requests, own.adapters, own.rank, active * each, active * (_MOST - each), 0, *phases
         )
         if failed:
             raise TicketError("another rank could not prepare its batch: see its error")
-        found = [phase for phase, present in zip(_PHASES, phases, strict=True) if present]
+        found = [phase for phase, present in zip(PHASES, phases, strict=True) if present]
         refused = ""
         if not found:
             refused, found = "no rank has a request", [own.phase]
@@ -68,7 +68,7 @@ class Agreement:
 
     def withdraw(self) -> None:
         """Take part in the step's all-reduce without a batch, so that the other ranks raise rather than wait."""
-        self._largest(0, 0, 0, 0, 0, 0, 1, *(0 for _ in _PHASES))
+        self._largest(0, 0, 0, 0, 0, 0, 1, *(0 for _ in PHASES))
 
     def _largest(self, *numbers: int) -> list[int]:
         tensor = torch.tensor(numbers)

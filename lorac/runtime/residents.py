@@ -71,9 +71,11 @@ class Residents:
 
     def use(self, slots: Iterable[int]) -> None:
         """One more user of each slot. Raises SlotError, with none counted, where a slot is empty."""
+        slots = tuple(slots)
         held = [self.by_slot[slot] for slot in slots]
         if None in held:
-            raise SlotError("a slot of the batch is empty: its adapter was evicted meanwhile; look its slot up again")
+            empty = slots[held.index(None)]
+            raise SlotError(f"slot {empty} is empty: nothing was loaded there, or it was evicted; look slots up again")
         for resident in held:
             resident.users += 1
             self.touch(resident)

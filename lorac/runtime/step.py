@@ -4,7 +4,7 @@ import functools
 import itertools
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -14,14 +14,14 @@ from lorac.runtime import routing
 from lorac.runtime.agree import Agreement, Question
 from lorac.runtime.buffers import Instance
 from lorac.runtime.capture import Engine, engine_for
-from lorac.runtime.errors import CaptureError, PackageError, ShapeError, TicketError
+from lorac.runtime.errors import CaptureError, PackageError, ShapeError, SlotError, TicketError
 from lorac.runtime.launch import interpreted
 from lorac.runtime.launching import Launching
 from lorac.runtime.layout import Layout
 from lorac.runtime.metadata import UNCUT, Metadata
 from lorac.runtime.scratch import Scratch
 from lorac.runtime.segments import Grid, decode_grid, prefill_grid, segment_slots
-from lorac.runtime.ticket import Admission, Batch, PackageTables, Ticket
+from lorac.runtime.ticket import PHASES, Admission, Batch, PackageTables, Ticket
 
 _REMEMBERED = 64  # batches
 _AS_IT_IS = nullcontext()
@@ -34,7 +34,7 @@ def step_of(number: int) -> "Step":
     return _steps[number]
 
 
-def starts_of(rows: list[int]) -> array:
+def starts_of(rows: Iterable[int]) -> array:
     """Where each request's rows begin, and the end of the last."""
     return array("i", (0, *itertools.accumulate(rows)))
 
@@ -45,13 +45,41 @@ def even_starts(requests: int, rows: int) -> array:
     return array("i", range(0, requests * rows + 1, rows))
 
 
-def _check_logits(logits: list[int], tokens: list[int]) -> None:
-    """Raise ShapeError unless as many rows of each request reach lm_head as it can have."""
-    if len(logits) != len(tokens):
-        raise ShapeError(f"logits lists {len(logits)} counts for {len(tokens)} requests")
-    for number, (count, of) in enumerate(zip(logits, tokens, strict=True)):
+def check_rows_per_request(rows: int) -> None:
+    """Raise ShapeError unless requests of a decode batch can have so many rows each."""
+    if not isinstance(rows, int) or rows < 1:
+        raise ShapeError(f"rows_per_request is {rows!r}; expected a whole number, at least 1")
+
+
+def _check_list(what: str, given: list, each: str) -> None:
+    """Raise ShapeError unless `given` lists something for each request."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ShapeError(f"{what} is of type {type(given).__name__}; expected a list of {each} for each request")
+
+
+def _whole(what: str, numbers: list[int]) -> array:
+    """Numbers as the metadata holds them. Raises ShapeError for any that is not whole."""
+    try:
+        return array("i", list(numbers))
+    except (TypeError, OverflowError) as error:
+        raise ShapeError(f"{what} is {numbers!r}; expected a list of whole numbers ({error})") from None
+
+
+def _check_rows(what: str, rows: array) -> None:
+    """Raise ShapeError unless every request has rows."""
+    if min(rows, default=1) < 1:
+        raise ShapeError(f"{what} is {rows.tolist()}; every request needs at least one: leave finished requests out")
+
+
+def _starts_of_logits(logits: list[int], rows: array) -> array:
+    """`starts_of` the rows that reach lm_head. Raises ShapeError unless each request can have as many."""
+    logits = _whole("logits", logits)
+    if len(logits) != len(rows):
+        raise ShapeError(f"logits lists {len(logits)} counts for {len(rows)} requests")
+    for number, (count, of) in enumerate(zip(logits, rows, strict=True)):
         if not 0 <= count <= of:
             raise ShapeError(f"logits has {count} rows for request {number}, which has {of} tokens")
+    return starts_of(logits)
 
 
 class _Found(NamedTuple):
@@ -61,6 +89,11 @@ class _Found(NamedTuple):
     held: tuple[int, ...]  # those among them, ascending
     rank: int  # the largest of theirs
     generations: tuple[int, ...]  # of the held slots
+
+
+# a batch as a `prepare` was given it: phase, adapters, starts, starts of the rows that reach lm_head (None: all do),
+# rows per request. No class: that takes longer to make than all checks of a decode batch.
+_Described = tuple[str, _Found, array, array | None, int]
 
 
 class Step:
@@ -106,7 +139,7 @@ class Step:
         self.sites: dict[tuple[str, str, int], tuple] = {}  # of `apply`
         self.owned = frozenset(getattr(backend, "LINEAR", ()))  # modules whose base layer the backend runs too
         self._serials = itertools.count(1)
-        self._in_use: tuple[int, ...] = ()
+        self._in_use: list[int] = []
         self.inside = False  # of `launching`
         self._engine: Engine | None = None
 
@@ -114,37 +147,36 @@ class Step:
         """Describe a decode batch: one adapter name, or None, per request, each with `rows_per_request` rows in turn.
 
         One asynchronous copy and at most one kernel launch; the host never waits for the device. Raises SlotError
-        for an adapter that is in no slot.
+        for an adapter that is in no slot, ShapeError for what describes no batch. Whatever any `prepare` raises, there
+        is no batch then, as after `finish`: that of before is not launched again by mistake.
         """
-        if rows_per_request < 1:
-            raise ShapeError(f"rows_per_request is {rows_per_request}; a request has at least one row")
-        return self._prepare("decode", rows, even_starts(len(rows), rows_per_request), None, rows_per_request)
+        return self._prepare(self._decode, rows, rows_per_request)
 
     def prepare_prefill(self, requests: list[tuple[str | None, int]], logits: list[int] | None = None) -> Ticket:
         """Describe a prefill batch: (adapter name or None, tokens) per request, in the order of the rows.
 
-        `logits` counts the rows of each request that reach lm_head, one each unless stated.
+        `logits` counts the rows of each request that reach lm_head, one each unless stated. Raises as `prepare`.
         """
-        return self._prepare_requests("prefill", requests, logits)
+        return self._prepare(self._requests, "prefill", requests, logits)
 
     def prepare_mixed(self, requests: list[tuple[str | None, int]], logits: list[int] | None = None) -> Ticket:
-        """Describe a batch of prefill and decode requests together; it always runs eagerly."""
-        return self._prepare_requests("mixed", requests, logits)
+        """Describe a batch of prefill and decode requests together; it always runs eagerly. Raises as `prepare`."""
+        return self._prepare(self._requests, "mixed", requests, logits)
 
     def prepare_slots(self, phase: str, slots: list[int], rows: list[int], logits: list[int] | None = None) -> Ticket:
-        """As the other `prepare` methods, with requests named by slot number (-1: base) and their rows."""
-        if logits is not None:
-            _check_logits(logits, rows)
-        with self.slots.lock:
-            found = self._held(array("i", slots))
-            return self._admit(phase, found, starts_of(rows), logits and starts_of(logits), 1)
+        """As the other `prepare` methods, with requests named by slot number (-1: base) and their rows.
+
+        A decode batch has equally many rows for each request. Every row reaches lm_head unless `logits` counts them.
+        Raises SlotError for a slot that is empty or that there is not, ShapeError as `prepare`.
+        """
+        return self._prepare(self._numbered, phase, slots, rows, logits)
 
     def finish(self) -> None:
         """Withdraw the ticket: its batch is over, and its adapters may make room for the next one's."""
         with self.slots.lock:
             self.ticket, self.batch, self.logits = None, None, None
             self.slots.release(self._in_use)
-            self._in_use = ()
+            self._in_use.clear()
 
     def launching(self) -> "Launching":
         """Launches of the prepared batch go inside, on the current stream: until it ends no slot changes.
@@ -230,31 +262,61 @@ class Step:
             return _AS_IT_IS
         return torch.cuda.device(self.device)
 
-    def _prepare_requests(self, phase: str, requests: list[tuple[str | None, int]], logits: list[int] | None) -> Ticket:
-        names = [name for name, _ in requests]
-        tokens = [count for _, count in requests]
-        if min(tokens, default=1) < 1:
-            raise ShapeError("every request needs at least one token: leave finished requests out")
-        if logits is None:
-            return self._prepare(phase, names, starts_of(tokens), even_starts(len(requests), 1), 1)
-        _check_logits(logits, tokens)
-        return self._prepare(phase, names, starts_of(tokens), starts_of(logits), 1)
-
-    def _prepare(
-        self, phase: str, names: list, starts: array, logit_starts: array | None, rows_per_request: int
-    ) -> Ticket:
-        if not names and self.agreement is None:
-            raise ShapeError("a batch needs at least one request")
+    def _prepare(self, describe: Callable[..., _Described], *given) -> Ticket:
         with self.slots.lock:  # no slot changes between finding the adapters and counting this batch as their user
             try:
-                found = self._find(names)
-            except Exception:
-                if self.agreement is not None:
-                    self.agreement.withdraw()  # the other ranks wait for this one's answer
+                try:
+                    described = describe(*given)
+                    self._use(described[1].held)
+                except Exception:
+                    if self.agreement is not None:
+                        self.agreement.withdraw()  # the other ranks wait for this one's answer
+                    raise
+                return self._admit(*described)
+            except BaseException:
+                self.finish()
                 raise
-            return self._admit(phase, found, starts, logit_starts, rows_per_request)
 
-    def _find(self, names: list) -> "_Found":
+    def _decode(self, names: list, rows_per_request: int) -> _Described:
+        check_rows_per_request(rows_per_request)
+        if type(names) is not list:
+            _check_list("rows", names, "an adapter's name, or None,")
+        starts = even_starts(len(names), rows_per_request)
+        return "decode", self._find(names), starts, None, rows_per_request
+
+    def _requests(self, phase: str, requests: list[tuple[str | None, int]], logits: list[int] | None) -> _Described:
+        _check_list("requests", requests, "(adapter's name or None, tokens)")
+        for request in requests:
+            if not isinstance(request, tuple | list) or len(request) != 2:
+                raise ShapeError(f"requests has {request!r}; expected (adapter's name or None, tokens)")
+        tokens = _whole("tokens", [count for _, count in requests])
+        _check_rows("tokens", tokens)
+        logit_starts = even_starts(len(tokens), 1) if logits is None else _starts_of_logits(logits, tokens)
+        return phase, self._find([name for name, _ in requests]), starts_of(tokens), logit_starts, 1
+
+    def _numbered(self, phase: str, slots: list[int], rows: list[int], logits: list[int] | None) -> _Described:
+        if phase not in PHASES:
+            raise ShapeError(f"phase is {phase!r}; expected one of {', '.join(PHASES)}")
+        slots, rows = _whole("slots", slots), _whole("rows", rows)
+        if len(slots) != len(rows):
+            raise ShapeError(f"rows lists {len(rows)} counts for {len(slots)} requests")
+        _check_rows("rows", rows)
+        for slot in slots:
+            if not -1 <= slot < self.layout.slots:
+                raise SlotError(f"there is no slot {slot}; expected 0 to {self.layout.slots - 1}, or -1 for base rows")
+        if phase == "decode" and len(set(rows)) > 1:
+            raise ShapeError(f"rows of a decode batch are {rows.tolist()}; expected as many for each request")
+        each = rows[0] if phase == "decode" and rows else 1
+        logit_starts = None if logits is None else _starts_of_logits(logits, rows)
+        return phase, self._held(slots), starts_of(rows), logit_starts, each
+
+    def _use(self, held: tuple[int, ...]) -> None:
+        """Count the batch as a user of its slots, in place of the one before. Raises SlotError for an empty slot."""
+        self.slots.use(held)
+        self.slots.release(self._in_use)
+        self._in_use[:] = held
+
+    def _find(self, names: list) -> _Found:
         """Where a batch's adapters are. Decode repeats its batch step after step: answers are kept while they hold."""
         if self._found_at != self.slots.generation or len(self._found) == _REMEMBERED:
             self._found, self._found_at = {}, self.slots.generation
@@ -264,13 +326,15 @@ class Step:
             found = self._found[batch] = self._held(self.slots.lookup(names))
         return found
 
-    def _held(self, slots: array) -> "_Found":
+    def _held(self, slots: array) -> _Found:
+        if not slots and self.agreement is None:
+            raise ShapeError("a batch needs at least one request")
         held = tuple(sorted(set(slots) - {-1}))
         rank = max(map(self.slots.slot_rank, held), default=0)
         return _Found(slots, held, rank, tuple(map(self.slots.slot_generation.__getitem__, held)))
 
     def _admit(
-        self, phase: str, found: "_Found", starts: array, logit_starts: array | None, rows_per_request: int
+        self, phase: str, found: _Found, starts: array, logit_starts: array | None, rows_per_request: int
     ) -> Ticket:
         slots, held, rank, generations = found
         rows, requests = starts[-1], len(slots)
@@ -290,9 +354,6 @@ class Step:
             admission.reason, held, generations, rows_per_request, admission.cause,
         )  # fmt: skip
         self._prepared_at = self.slots.generation
-        self.slots.release(self._in_use)
-        self.slots.use(held)
-        self._in_use = held
         return self.ticket
 
     def _install(self, phase: str, slots, starts, logit_starts, admission: Admission, held: tuple[int, ...]) -> None:

@@ -7,6 +7,8 @@ from lorac.runtime.layout import Layout
 from lorac.runtime.metadata import RowMap
 from lorac.runtime.segments import Grid, Segments
 
+PHASES = ("decode", "prefill", "mixed")
+
 
 class Admission(NamedTuple):
     """What the generated `admit` decided: the variant, and the bucket of the graph or, with bucket 0, why not."""
@@ -21,7 +23,7 @@ class Ticket(NamedTuple):
     """The right to run one prepared batch; `reason` says why it runs eagerly when it has no bucket."""
 
     serial: int
-    phase: str  # decode | prefill | mixed
+    phase: str  # of PHASES
     rows: int
     requests: int
     adapters: int

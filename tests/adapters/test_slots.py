@@ -238,7 +238,7 @@ def test_pinned_and_used_adapters_stay(tmp_path):
     with pytest.raises(SlotError, match="slot 0 is not in use"):
         slots.release([0])
     slots.evict("b")
-    with pytest.raises(SlotError, match="a slot of the batch is empty"):
+    with pytest.raises(SlotError, match="slot 0 is empty: nothing was loaded there, or it was evicted"):
         slots.use([held["b"], held["a"]])
     assert [resident.users for resident in slots.adapters()] == [0]
 

@@ -58,14 +58,23 @@ def main(folder: str, store: str, rank: int, ranks: int) -> None:
     odd = step.prepare(["a"], rows_per_request=1 + rank % 2)
     assert odd.bucket == 0 and "rows per request" in odd.reason
     say(rank, odd.bucket, odd.cause)
-    # a rank that fails does not leave the others waiting
-    try:
+
+    # a rank that fails does not leave the others waiting, and none of them has a batch
+    def by_name():
         step.prepare(["unknown" if rank == 2 else "a"])
-        raise AssertionError("a rank failed, and this one was not told")
-    except SlotError:
-        assert rank == 2
-    except TicketError:
-        assert rank != 2
+
+    def by_slot():
+        step.prepare_slots("decode", [99 if rank == 2 else 0], [1])
+
+    for prepare in (by_name, by_slot):
+        try:
+            prepare()
+            raise AssertionError("a rank failed, and this one was not told")
+        except SlotError:
+            assert rank == 2
+        except TicketError:
+            assert rank != 2
+        assert step.ticket is None and step.batch is None
     dist.destroy_process_group()
 
 
