@@ -3,7 +3,8 @@
 import os
 import threading
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -53,6 +54,7 @@ class Slots:
         self.rank, self.scale = self._buffers.rank, self._buffers.scale
         self._registry = Registry(layout, tp_rank, ep_rank, self.device, cache_bytes)
         self._residents = Residents(layout.slots)
+        self._abandoned: deque[Sequence[int]] = deque()
         self._staging = threading.Lock()  # one copy at a time; taken before `lock`, never inside it
         self._instances = {
             (module.name, layer): self._buffers.instance(module.name, index)
@@ -125,6 +127,7 @@ class Slots:
     def adapters(self) -> list[Resident]:
         """Copies of what the slots hold, by slot."""
         with self.lock:
+            self._reclaim()
             return [replace(resident) for resident in self._residents.by_slot if resident is not None]
 
     @property
@@ -151,6 +154,7 @@ class Slots:
         with self._staging:
             staged = self._buffers.stage(adapter)
             with self.lock:
+                self._reclaim()
                 slot = self._residents.choose(name)
                 self._registry.register(name, version)
                 self._occupy(slot, name, version, adapter, staged)
@@ -169,6 +173,7 @@ class Slots:
                 missing = [name for name in wanted if not self._is_current(name)]
                 if not missing:
                     return self._found(wanted, use)
+                self._reclaim()
                 self._residents.check_room(wanted)
             for name in missing:
                 self._bring(name, wanted)
@@ -176,6 +181,7 @@ class Slots:
     def evict(self, name: str) -> None:
         """Empty an adapter's slot; the name stays registered. Raises SlotError if it is pinned or in use."""
         with self.lock:
+            self._reclaim()
             resident = self._resident(name)
             if resident.state:
                 remedy = "unpin it" if resident.pinned else "prepare another batch"
@@ -206,6 +212,14 @@ class Slots:
         with self.lock:
             self._residents.release(slots)
 
+    def abandon(self, slots: Sequence[int]) -> None:
+        """`release`, for finalisers: it is done when a method next asks who uses the slots.
+
+        A finaliser runs in the middle of anything. It must not wait for `lock`, whose holder may wait for what the
+        interrupted thread holds; and where that thread holds it, a method is half done.
+        """
+        self._abandoned.append(slots)
+
     def before_step(self, stream: "torch.cuda.Stream | None" = None) -> None:
         """Order `stream` (None: the current one) with commits; `lock` is to be held until its launches are made."""
         self._buffers.before_step(stream)
@@ -218,6 +232,10 @@ class Slots:
             yield
 
     # --- inside
+
+    def _reclaim(self) -> None:
+        while self._abandoned:
+            self.release(self._abandoned.popleft())
 
     def _found(self, names: list[str], use: bool) -> dict[str, int]:
         slots = {name: self._residents.by_name[name].slot for name in names}

@@ -140,6 +140,7 @@ class Step:
         self.owned = frozenset(getattr(backend, "LINEAR", ()))  # modules whose base layer the backend runs too
         self._serials = itertools.count(1)
         self._in_use: list[int] = []
+        weakref.finalize(self, slots.abandon, self._in_use)
         self.inside = False  # of `launching`
         self._engine: Engine | None = None
 
@@ -172,7 +173,10 @@ class Step:
         return self._prepare(self._numbered, phase, slots, rows, logits)
 
     def finish(self) -> None:
-        """Withdraw the ticket: its batch is over, and its adapters may make room for the next one's."""
+        """Withdraw the ticket: its batch is over, and its adapters may make room for the next one's.
+
+        A step that nothing refers to any more is finished too.
+        """
         with self.slots.lock:
             self.ticket, self.batch, self.logits = None, None, None
             self.slots.release(self._in_use)

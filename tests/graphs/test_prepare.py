@@ -1,5 +1,9 @@
 """Preparing a batch: what describes none is refused, and whatever is raised, no batch is left and nothing in use."""
 
+import gc
+import threading
+import weakref
+
 import pytest
 import torch
 
@@ -77,6 +81,48 @@ def test_a_device_that_fails_leaves_no_batch(server, monkeypatch, prepare):
         with pytest.raises(torch.OutOfMemoryError):
             getattr(s.step, prepare)(*given)
     assert_no_batch(s, old)
+
+
+@pytest.mark.parametrize("ask", ["adapters", "load", "ensure", "evict"])
+def test_a_step_that_is_gone_uses_nothing(server, adapters, ask):
+    s = server("torch")
+    step = s.package.Step(s.slots, "torch")
+    step.prepare([*"abcd"])
+    s.step.prepare(["b"])
+    s.slots.register("e", adapters("a", 1))
+    step = weakref.ref(step)
+    gc.collect()
+    assert step() is None
+    match ask:
+        case "load":
+            assert s.slots.load(adapters("a", 1), "e") == 0
+        case "ensure":
+            assert s.slots.ensure([*"bcde"])["e"] == 0
+        case "evict":
+            s.slots.evict("a")
+    assert {of.name: of.users for of in s.slots.adapters() if of.users} == {"b": 1}
+
+
+def test_a_step_may_go_while_another_thread_holds_the_slots(server):
+    """It must not wait: that thread may wait for this one."""
+    s = server("torch")
+    step = s.package.Step(s.slots, "torch")
+    step.prepare(["a"])
+    held, gone, told = threading.Event(), threading.Event(), []
+
+    def forward():
+        with s.slots.reading():
+            held.set()
+            told.append(gone.wait(5))
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    held.wait()
+    del step
+    gc.collect()
+    gone.set()
+    thread.join()
+    assert told == [True] and users(s) == [0, 0, 0, 0]
 
 
 def test_requests_named_by_slot_may_have_several_decode_rows(server):
