@@ -8,6 +8,9 @@ from operator import itemgetter
 
 from lorac.runtime.errors import SlotError
 
+# how an adapter that must stay may go, by its state
+REMEDIES = {"pinned": "unpin it", "in use": "call `step.finish()` once its batch is over"}
+
 
 @dataclass
 class Resident:
@@ -25,7 +28,7 @@ class Resident:
 
     @property
     def state(self) -> str:
-        """Why it must stay, "" where it may go."""
+        """Why it must stay, of REMEDIES, "" where it may go."""
         return "pinned" if self.pinned else "in use" if self.users else ""
 
 
@@ -90,12 +93,12 @@ class Residents:
 
     def check_room(self, wanted: Collection[str]) -> None:
         """Raises SlotError if the adapters of a batch cannot be resident all at once."""
-        stay = [held.name for held in self.by_slot if held and held.state and held.name not in wanted]
+        stay = [held for held in self.by_slot if held and held.state and held.name not in wanted]
         if len(wanted) + len(stay) > len(self.by_slot):
-            taken = f", of which {', '.join(stay)} are pinned or in use" if stay else ""
+            taken = f", of which {_states(stay)} must stay" if stay else ""
             raise SlotError(
                 f"the batch has {len(wanted)} adapters, and there are {len(self.by_slot)} slots{taken}; "
-                "split the batch, or raise adapters.slots in the spec and rebuild"
+                f"{_remedies(stay)}split the batch, or raise adapters.slots in the spec and rebuild"
             )
 
     def choose(self, name: str, keep: Collection[str] = ()) -> int:
@@ -106,6 +109,18 @@ class Residents:
             return self.by_slot.index(None)
         may_go = [held for held in self.by_slot if not held.state and held.name not in keep]
         if not may_go:
-            states = ", ".join(f"{held.name} ({held.state or 'in this batch'})" for held in self.by_slot)
-            raise SlotError(f"no slot for adapter {name!r}, all {len(self.by_slot)} are taken: {states}")
+            raise SlotError(
+                f"no slot for adapter {name!r}, all {len(self.by_slot)} are taken: {_states(self.by_slot)}; "
+                f"{_remedies(self.by_slot)}or raise adapters.slots in the spec and rebuild"
+            )
         return min(may_go, key=lambda held: held.used).slot
+
+
+def _states(residents: Iterable[Resident]) -> str:
+    return ", ".join(f"{held.name} ({held.state or 'in this batch'})" for held in residents)
+
+
+def _remedies(residents: Iterable[Resident]) -> str:
+    """What helps against some of them, each to be followed by another way out."""
+    states = {held.state for held in residents}
+    return "".join(f"{remedy}, " for state, remedy in REMEDIES.items() if state in states)

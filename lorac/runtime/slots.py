@@ -15,7 +15,7 @@ from lorac.runtime.buffers import Buffers, Instance
 from lorac.runtime.errors import ShapeError, SlotError
 from lorac.runtime.layout import Layout
 from lorac.runtime.registry import Registry, Source
-from lorac.runtime.residents import Resident, Residents, slots_of
+from lorac.runtime.residents import REMEDIES, Resident, Residents, slots_of
 
 if TYPE_CHECKING:
     from lorac.runtime.adapters import Adapter
@@ -184,8 +184,8 @@ class Slots:
             self._reclaim()
             resident = self._resident(name)
             if resident.state:
-                remedy = "unpin it" if resident.pinned else "prepare another batch"
-                raise SlotError(f"adapter {name!r} in slot {resident.slot} is {resident.state}; {remedy} first")
+                remedy = REMEDIES[resident.state]
+                raise SlotError(f"adapter {name!r} in slot {resident.slot} is {resident.state}; {remedy}")
             self._buffers.commit(resident.slot, (), None)
             self._residents.remove(resident)
             self._changed(resident.slot)

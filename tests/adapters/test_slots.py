@@ -222,16 +222,22 @@ def test_pinned_and_used_adapters_stay(tmp_path):
     for name in "abc":
         slots.register(name, adapter(tmp_path / name))
     held = slots.ensure(["a", "b"], use=True)
-    with pytest.raises(SlotError, match="1 adapters, and there are 2 slots, of which a, b are pinned or in use"):
+    both = r"a \(in use\), b \(in use\)"
+    finish = r"call `step.finish\(\)` once its batch is over"
+    with pytest.raises(
+        SlotError, match=f"1 adapters, and there are 2 slots, of which {both} must stay; {finish}, split"
+    ):
         slots.ensure(["c"])
-    with pytest.raises(SlotError, match=r"no slot for adapter 'c'.*a \(in use\), b \(in use\)"):
+    with pytest.raises(SlotError, match=f"no slot for adapter 'c'.*{both}; {finish}, or raise adapters.slots"):
         slots.load(tmp_path / "c", "c")
-    with pytest.raises(SlotError, match="'a' in slot 0 is in use; prepare another batch first"):
+    with pytest.raises(SlotError, match=f"'a' in slot 0 is in use; {finish}$"):
         slots.evict("a")
     slots.pin("a")
+    with pytest.raises(SlotError, match=rf"a \(pinned\), b \(in use\) must stay; unpin it, {finish}, split"):
+        slots.ensure(["c"])
     slots.release(held.values())
     assert slots.ensure(["c"]) == {"c": held["b"]}
-    with pytest.raises(SlotError, match="is pinned; unpin it first"):
+    with pytest.raises(SlotError, match="is pinned; unpin it$"):
         slots.unregister("a")
     slots.unpin("a")
     assert slots.ensure(["b"]) == {"b": held["a"]}
