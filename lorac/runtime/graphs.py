@@ -14,7 +14,7 @@ from lorac.runtime.capture import Recording
 from lorac.runtime.errors import CaptureError, ShapeError, TicketError
 from lorac.runtime.inputs import StaticInputs
 from lorac.runtime.stats import Cost, GraphKey, Progress, Stats
-from lorac.runtime.step import Step
+from lorac.runtime.step import Step, check_rows_per_request
 from lorac.runtime.ticket import Ticket
 from lorac.runtime.trees import map_tensors
 
@@ -57,12 +57,27 @@ class Graphs:
     def capture(self, buckets: Iterable[int] | None = None) -> None:
         """Capture every graph of the table, or those of some buckets, after a warm-up of each at its own shape.
 
-        Withdraws the step's ticket. Raises CaptureError, with the line that did it, where the forward does what a graph
-        cannot contain.
+        Withdraws the step's ticket, and drops what was captured before, of any bucket: the memory of earlier graphs is
+        free before new ones take more. Raises ShapeError, with nothing changed, for a bucket that the table has not;
+        CaptureError, with the line that did it, where the forward does what a graph cannot contain.
         """
-        wanted = None if buckets is None else set(buckets)
-        table = [entry for entry in self.table if wanted is None or entry[0] in wanted]
-        self._recordings, self._unchecked = {}, set()  # the memory of earlier graphs is free before new ones take more
+        self._capture(self._entries(buckets))
+
+    def _entries(self, buckets: Iterable[int] | None) -> list[tuple[int, str]]:
+        """Those of the table that are in some buckets."""
+        if buckets is None:
+            return list(self.table)
+        have = {bucket for bucket, _ in self.table}
+        wanted = set(buckets) if isinstance(buckets, Iterable) else {buckets}
+        if not isinstance(buckets, Iterable) or wanted - have:
+            listed = ", ".join(map(str, sorted(have))) or "none"
+            raise ShapeError(
+                f"buckets is {buckets!r}; expected a list of buckets of {self._stats.name}, which are {listed}"
+            )
+        return [entry for entry in self.table if entry[0] in wanted]
+
+    def _capture(self, table: list[tuple[int, str]]) -> None:
+        self._recordings, self._unchecked = {}, set()
         self._stats.costs.clear()
         self.inputs.check_room(max((bucket for bucket, _ in table), default=0))
         keys = [GraphKey(bucket, variant, self.step.stream) for bucket, variant in table]
@@ -89,7 +104,8 @@ class Graphs:
         """The forward's outputs for the ticket's batch: live rows, as views that the next `run` of the step overwrites.
 
         Replays the graph the ticket admits to, or runs eagerly. `inputs` are the live rows, as the static inputs are
-        named or ordered. Raises TicketError for a ticket that is stale or of another phase.
+        named or ordered, on any device. Raises TicketError for a ticket that is stale or of another phase, ShapeError
+        for inputs that are not as the static ones.
         """
         self.step.check(ticket)
         self._check(ticket)
@@ -147,7 +163,7 @@ class Graphs:
         if self.strict:
             raise TicketError(f"ticket {ticket.serial} has no graph: {reason}")
         self._stats.fell_back(cause, reason)
-        return self.inputs.apply(self.forward, inputs)
+        return self.inputs.apply(self.forward, self.inputs.live(inputs, ticket.rows))
 
     def _why_eager(self, ticket: Ticket, key: GraphKey) -> tuple[str, str]:
         """Cause and reason."""
@@ -174,7 +190,11 @@ class DecodeGraphs(Graphs):
     phases = ("decode",)
 
     def __init__(self, table, forward: Callable, step: Step, inputs, *, rows_per_request: int = 1, **options):
-        """`rows_per_request` above 1 is for verify steps: buckets that hold whole requests are captured."""
+        """`rows_per_request` above 1 is for verify steps: buckets that hold whole requests are captured.
+
+        Raises ShapeError where there is none.
+        """
+        check_rows_per_request(rows_per_request)
         self.rows_per_request = rows_per_request
         whole = tuple(entry for entry in table if entry[0] % rows_per_request == 0)
         if table and not whole:

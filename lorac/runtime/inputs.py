@@ -28,10 +28,17 @@ class StaticInputs:
         """forward over the first `rows` rows of every static input."""
         return self.apply(forward, {name: tensor[:rows] for name, tensor in self.tensors.items()})
 
-    def apply(self, forward, given):
-        """forward over the given inputs, by name or in order as the static ones are."""
-        given = dict(_items(given))
-        return forward(**given) if self.named else forward(*given.values())
+    def live(self, given, rows: int) -> dict[str | int, torch.Tensor]:
+        """`rows` live rows, named and ordered as the static inputs, where those are: for a forward without a graph.
+
+        Raises ShapeError as `fill`.
+        """
+        checked = self._checked(given, rows)
+        return {name: checked[name].to(of.device, non_blocking=True) for name, of in self.tensors.items()}
+
+    def apply(self, forward, tensors: dict[str | int, torch.Tensor]):
+        """forward over tensors that are named and ordered as the static inputs."""
+        return forward(**tensors) if self.named else forward(*tensors.values())
 
     def fill(self, given, rows: int, bucket: int) -> None:
         """Copy `rows` live rows in, and pad those after them up to the bucket's.
@@ -39,17 +46,11 @@ class StaticInputs:
         All of those, each time, for who else writes there (graphs that share the tensors, the caller) is not known. An
         input that already is the static tensor is not copied. Raises ShapeError where one does not fit.
         """
-        given = dict(_items(given))
-        if set(given) != set(self.tensors):
-            raise ShapeError(f"inputs are {', '.join(map(str, given))}; expected {', '.join(map(str, self.tensors))}")
+        given = self._checked(given, rows)
         for name, static in self.tensors.items():
-            live, value = static[:rows], given[name]
-            if value.shape != live.shape or value.dtype != static.dtype:
-                raise ShapeError(
-                    f"input {name!r} is {list(value.shape)} {value.dtype}; expected {list(live.shape)} {static.dtype}"
-                )
+            value = given[name]
             if value.data_ptr() != static.data_ptr() or value.device != static.device:
-                live.copy_(value, non_blocking=True)
+                static[:rows].copy_(value, non_blocking=True)
             if rows < bucket:
                 static[rows:bucket].fill_(self.padding.get(name, 0))
 
@@ -76,6 +77,21 @@ class StaticInputs:
                 f"{', '.join(moved[:3])} moved since the graph was captured, which would read the old memory: "
                 "write into tensors in place, or capture again"
             )
+
+    def _checked(self, given, rows: int) -> dict[str | int, torch.Tensor]:
+        """The given inputs by name or place. Raises ShapeError unless they are the static ones, with so many rows."""
+        given = dict(_items(given))
+        if given.keys() != self.tensors.keys():
+            raise ShapeError(f"inputs are {', '.join(map(str, given))}; expected {', '.join(map(str, self.tensors))}")
+        for name, static in self.tensors.items():
+            value, shape = given[name], (rows, *static.shape[1:])
+            if not isinstance(value, torch.Tensor):
+                raise ShapeError(f"input {name!r} is of type {type(value).__name__}; expected a tensor")
+            if value.shape != shape or value.dtype != static.dtype:
+                raise ShapeError(
+                    f"input {name!r} is {list(value.shape)} {value.dtype}; expected {list(shape)} {static.dtype}"
+                )
+        return given
 
 
 def _items(tensors) -> list[tuple[str | int, torch.Tensor]]:

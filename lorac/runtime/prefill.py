@@ -6,7 +6,7 @@ rows of what `run` returned, on the row map of their own that `prepare_prefill` 
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -20,7 +20,10 @@ MODES = ("breakable", "full", "tc_piecewise")
 
 
 class PrefillGraphs(Graphs):
-    """Graphs of prefill batches. Tickets of mixed batches are taken too, and run eagerly."""
+    """Graphs of prefill batches. Tickets of mixed batches are taken too, and run eagerly.
+
+    In mode `tc_piecewise`, `capture` of a forward that cannot be traced leaves these graphs off, and warns.
+    """
 
     phase = "prefill"
     phases = ("prefill", "mixed")
@@ -37,17 +40,16 @@ class PrefillGraphs(Graphs):
         self._off = ""
         super().__init__(table, forward, step, inputs, **options)
 
-    def capture(self, buckets: Iterable[int] | None = None) -> None:
-        """As for decode; in mode `tc_piecewise` a forward that cannot be traced leaves these graphs off, and warns."""
+    def _capture(self, table: list[tuple[int, str]]) -> None:
         if self.mode != "tc_piecewise":
-            super().capture(buckets)
+            super()._capture(table)
             return
         self.captured, self._off = _traced(self.forward), ""
         try:
-            super().capture(buckets)
+            super()._capture(table)
         except torch._dynamo.exc.TorchDynamoException as error:
             self._off = f"torch.compile cannot trace the forward: {str(error).strip().splitlines()[0]}"
-            warnings.warn(f"{self._stats.name} are off: {self._off}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{self._stats.name} are off: {self._off}", RuntimeWarning, stacklevel=3)
 
     def _why_eager(self, ticket: Ticket, key: GraphKey) -> tuple[str, str]:
         return ("tc_piecewise is off", self._off) if self._off else super()._why_eager(ticket, key)

@@ -208,7 +208,9 @@ class Step:
 
     def check(self, ticket: Ticket) -> None:
         """Raise TicketError unless `ticket` is the latest and its slots hold what they held when it was prepared."""
-        if ticket is not self.ticket:
+        if ticket is not self.ticket or ticket is None:
+            if not isinstance(ticket, Ticket):
+                raise TicketError(f"the ticket is {ticket!r}; expected what step.prepare(...) returned")
             latest = self.ticket.serial if self.ticket else "none"
             raise TicketError(f"ticket {ticket.serial} is not the latest ({latest}): prepare the batch again")
         if self._prepared_at == self.slots.generation:

@@ -203,6 +203,81 @@ def test_inputs_are_copied_and_checked(server):
         s.package.DecodeGraphs(s.model, s.step, torch.zeros(4, 32)).capture()
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["replayed", "eager"])
+def test_inputs_that_are_not_as_the_static_ones_are_refused_with_a_graph_and_without(server, eager):
+    s = server("torch")
+    seen = []
+
+    def forward(x, place):
+        seen.append(place.clone())
+        return x + place[:, None]
+
+    named = s.package.DecodeGraphs(forward, s.step, {"x": torch.zeros(8, 32), "place": torch.zeros(8).long()})
+    listed = s.package.DecodeGraphs(forward, s.step, [torch.zeros(8, 32), torch.zeros(8).long()])
+    if not eager:
+        named.capture([2])
+        listed.capture([2])
+    ticket = s.step.prepare(["a", None])
+    x, place = s.inputs(2), torch.arange(2)
+    bad = [
+        (named, {"x": x, "place": place.int()}, r"'place' is \[2\] torch.int32; expected \[2\] torch.int64"),
+        (named, {"x": x}, "inputs are x; expected x, place"),
+        (named, [x, place], "inputs are 0, 1; expected x, place"),
+        (named, {"x": x, "place": [0, 1]}, "'place' is of type list; expected a tensor"),
+        (listed, {"x": x, "place": place}, "inputs are x, place; expected 0, 1"),
+        (listed, x, "inputs are 0; expected 0, 1"),
+        (listed, [x[:1], place], r"0 is \[1, 32\] torch.float32; expected \[2, 32\]"),
+        (listed, [x[0], place], r"0 is \[32\] torch.float32; expected \[2, 32\]"),
+        (listed, None, "inputs are NoneType; expected a tensor, or tensors by name or in order"),
+    ]
+    seen.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for graphs, given, match in bad:
+            with pytest.raises(ShapeError, match=match):
+                graphs.run(ticket, given)
+        assert not seen
+        for graphs, given in ((named, {"place": place, "x": x}), (listed, {1: place, 0: x})):
+            assert torch.equal(graphs.run(ticket, given), x + place[:, None])
+        assert eager == (not hits(named)) == (not hits(listed))
+
+
+def test_more_rows_than_the_static_inputs_have_are_served_eagerly(server):
+    s = server("torch")
+    graphs = s.decode()
+    s.serve(graphs, ["a", None] * 6)
+    with pytest.raises(ShapeError, match=r"expected \[12, 32\]"):
+        graphs.run(s.step.ticket, s.inputs(8))
+
+
+def test_a_capture_takes_the_place_of_earlier_ones_unless_it_is_refused(server):
+    s = server("torch")
+    graphs = s.decode()
+    graphs.capture([2])
+    ticket = s.step.prepare(["a", "b"])
+    for buckets, match in (
+        ([2, 5], r"is \[2, 5\]; .*decode graphs, which are 1, 2, 4, 8"),
+        (2, "is 2; expected a list"),
+    ):
+        with pytest.raises(ShapeError, match=f"buckets {match}"):
+            graphs.capture(buckets)
+    graphs.run(ticket, s.inputs(2))
+    assert hits(graphs) == 1
+    graphs.capture(bucket for bucket in (4,))
+    s.serve(graphs, ["a", "b"])
+    s.serve(graphs, ["a", "b", "c"])
+    assert graphs.stats()["fallbacks"] == {"not captured": 1}
+
+
+def test_a_run_needs_a_ticket(server):
+    s = server("torch")
+    graphs = s.decode()
+    for prepare in (s.step.finish, lambda: s.step.prepare(["a"])):
+        prepare()
+        with pytest.raises(TicketError, match="the ticket is None; expected what step.prepare"):
+            graphs.run(None, s.inputs(1))
+
+
 def test_graphs_are_captured_from_the_largest_and_the_widest(server):
     s = server("csgmv")
     table = s.decode().table
@@ -279,6 +354,9 @@ def test_requests_that_fit_no_bucket_whole_are_told_so(server):
     assert "no decode bucket is a multiple of 3 rows" in s.step.prepare(["a"], rows_per_request=3).reason
     with pytest.raises(ShapeError, match="no decode bucket holds whole requests of 3 rows"):
         s.decode(rows_per_request=3)
+    for rows in (0, -1, 1.5, "1"):
+        with pytest.raises(ShapeError, match=f"rows_per_request is {rows!r}; expected a whole number, at least 1"):
+            s.decode(rows_per_request=rows)
     with pytest.raises(ShapeError, match="rows_per_request is 0"):
         s.step.prepare(["a"], rows_per_request=0)
 
