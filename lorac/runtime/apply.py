@@ -14,6 +14,8 @@ from lorac.runtime.layout import Module
 from lorac.runtime.step import Step
 from lorac.runtime.ticket import Batch
 
+_IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Site(NamedTuple):
     """A call on one instance of a module, looked up once for a step, and what is launched for it."""
@@ -41,11 +43,18 @@ def linear(
 ) -> torch.Tensor:
     """x @ weight.T (+ bias) + LoRA of x: [..., out_features]. A backend that owns the base GEMM runs both as one.
 
-    weight [out_features, in_features] of the package's dtype. A torch.nn.Parameter is taken not to be written by the
-    forward itself: a captured launch may read it before those before it are done. Errors as for `add`.
+    weight [out_features, in_features] and bias [out_features] of the package's dtype. A torch.nn.Parameter is taken not
+    to be written by the forward itself: a captured launch may read it before those before it are done. Errors as for
+    `add`.
     """
     if bias is not None or module not in step.owned:
-        return add(module, layer, x, base_linear(x, weight, bias), step)
+        if bias is not None and bias.shape != weight.shape[:1]:  # torch broadcasts some
+            _check_base(module, layer, x, weight, step, bias)
+        try:
+            return add(module, layer, x, base_linear(x, weight, bias), step)
+        except (RuntimeError, ShapeError):  # to look first would take as long as the rest of `add`
+            _check_base(module, layer, x, weight, step, bias)
+            raise
     if step.inside:
         return _launch(("LINEAR", module, layer), x, weight, step)
     with step.launching():
@@ -101,10 +110,12 @@ def rows_of(x: torch.Tensor, spec: Module, step: Step, batch: Batch) -> torch.Te
     """x as [rows, in_features] with rows that start on 16 bytes; copied where it is laid out otherwise."""
     if spec.kind == "embedding":
         # the last token of each row of a batch is strided, and the kernels step from one id to the next
-        if x.device != step.device:
-            raise ShapeError(f"{spec.name}: x is on {x.device}, expected token ids on {step.device}")
+        if x.dtype not in _IDS or x.device != step.device:
+            raise ShapeError(
+                f"{spec.name}: x is {x.dtype} on {x.device}, expected token ids, of an integer type, on {step.device}"
+            )
         return _sized(plain(x.reshape(-1), torch.int64), spec, batch)
-    if x.dtype != step.slots.dtype or x.shape[-1] != spec.in_features or x.device != step.device:
+    if x.dtype != step.slots.dtype or x.shape[-1:] != (spec.in_features,) or x.device != step.device:
         raise ShapeError(
             f"{spec.name}: x is {list(x.shape)} {x.dtype} on {x.device}, expected [..., {spec.in_features}] "
             f"{step.slots.dtype} on {step.device}"
@@ -132,15 +143,32 @@ def _sized(rows: torch.Tensor, spec: Module, batch: Batch) -> torch.Tensor:
     return rows
 
 
+def _check_base(
+    module: str, layer: int, x: torch.Tensor, weight: torch.Tensor, step: Step, bias: torch.Tensor | None
+) -> None:
+    """Raise ShapeError for the first of `linear`'s tensors that does not fit, where torch runs the base layer."""
+    spec = (step.sites.get(("ADD", module, layer)) or _site(("ADD", module, layer), step)).spec
+    if spec.kind == "embedding":
+        raise ShapeError(f"{module} is an embedding, which linear does not serve: look the rows up, and add to them")
+    rows_of(x, spec, step, step.batch_of(module))
+    _check_parameter("weight", weight, (spec.out_features, spec.in_features), spec, step)
+    if bias is not None:
+        _check_parameter("bias", bias, (spec.out_features,), spec, step)
+
+
+def _check_parameter(name: str, tensor: torch.Tensor, shape: tuple[int, ...], spec: Module, step: Step) -> None:
+    if tensor.shape != shape or tensor.dtype != step.slots.dtype or tensor.device != step.device:
+        raise ShapeError(
+            f"{spec.name}: {name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
+            f"{step.slots.dtype} on {step.device}"
+        )
+
+
 def _fits(weight: torch.Tensor, spec: Module, step: Step) -> None:
     """Whether the kernels can read the base layer's weight."""
-    shape = (spec.out_features, spec.in_features)
-    alike = weight.dtype == step.slots.dtype and weight.device == step.device
-    if not alike or weight.shape != shape or not weight.is_contiguous():
-        raise ShapeError(
-            f"{spec.name}: weight is {list(weight.shape)} {weight.dtype} on {weight.device} with strides "
-            f"{weight.stride()}, expected contiguous {list(shape)} {step.slots.dtype} on {step.device}"
-        )
+    _check_parameter("weight", weight, (spec.out_features, spec.in_features), spec, step)
+    if not weight.is_contiguous():
+        raise ShapeError(f"{spec.name}: weight has strides {weight.stride()}, and is read as a contiguous tensor")
     if weight.data_ptr() % ALIGN:
         raise ShapeError(f"{spec.name}: weight starts on no 16 bytes, as the kernels' loads need; pass weight.clone()")
 
@@ -148,7 +176,7 @@ def _fits(weight: torch.Tensor, spec: Module, step: Step) -> None:
 def _target(y: torch.Tensor, rows: int, spec: Module, step: Step) -> torch.Tensor:
     """y as [rows, out_features], sharing its memory."""
     alike = y.dtype == step.slots.dtype and y.device == step.device
-    if not alike or y.shape[-1] != spec.out_features or y.numel() != rows * spec.out_features:
+    if not alike or y.shape[-1:] != (spec.out_features,) or y.numel() != rows * spec.out_features:
         raise ShapeError(
             f"{spec.name}: y is {list(y.shape)} {y.dtype} on {y.device}, expected {rows} rows of {spec.out_features} "
             f"in {step.slots.dtype} on {step.device}"
@@ -159,6 +187,8 @@ def _target(y: torch.Tensor, rows: int, spec: Module, step: Step) -> torch.Tenso
         raise ShapeError(f"{spec.name}: y has strides {y.stride()}; add works in place on rows evenly spaced") from None
     if target.stride(1) != 1:
         raise ShapeError(f"{spec.name}: y has strides {y.stride()}; its last dimension must be contiguous")
+    if target.stride(0) < spec.out_features:
+        raise ShapeError(f"{spec.name}: y has strides {y.stride()}; rows that share memory cannot each be added to")
     return target
 
 

@@ -36,6 +36,8 @@ def moe(
     run = getattr(step.backend, "MOE", None) or _unserved(step)
     for weight, of, name in ((w13, gate_up, "w13"), (w2, down, "w2")):
         _weight(weight, of, name, step)
+    if topk_weights is None:
+        raise ShapeError(f"topk_weights is None, expected [rows, {gate_up.experts.top_k}]: the sum is weighted")
     with step.launching():
         batch, up_slot = step.enter(GATE_UP, layer)
         rows = rows_of(x, gate_up, step, batch)
@@ -122,10 +124,11 @@ def _inputs(x: torch.Tensor, of: Module, step: Step, batch: Batch, pairs: int) -
     """x contiguous: a row per token for gate_up, per pair for down."""
     if of.name == GATE_UP:
         return rows_of(x, of, step, batch).contiguous()
-    if x.dtype != step.slots.dtype or x.numel() != pairs * of.in_features or x.shape[-1] != of.in_features:
+    alike = x.dtype == step.slots.dtype and x.device == step.device
+    if not alike or x.numel() != pairs * of.in_features or x.shape[-1] != of.in_features:
         raise ShapeError(
-            f"{of.name}: x is {list(x.shape)} {x.dtype}, expected {pairs} pairs of {of.in_features} in "
-            f"{step.slots.dtype}"
+            f"{of.name}: x is {list(x.shape)} {x.dtype} on {x.device}, expected {pairs} pairs of {of.in_features} in "
+            f"{step.slots.dtype} on {step.device}"
         )
     return plain(x.reshape(pairs, of.in_features), x.dtype)
 
@@ -137,10 +140,11 @@ def _live(rows: int, of: Module, batch: Batch) -> None:
 
 def _target(y: torch.Tensor, pairs: int, of: Module, step: Step) -> torch.Tensor:
     """y as [pairs, out_features], sharing its memory."""
-    fits = y.dtype == step.slots.dtype and y.shape[-1] == of.out_features and y.numel() == pairs * of.out_features
+    alike = y.dtype == step.slots.dtype and y.device == step.device
+    fits = alike and y.shape[-1] == of.out_features and y.numel() == pairs * of.out_features
     if not fits or not y.is_contiguous() or y.data_ptr() % ALIGN:
         raise ShapeError(
-            f"{of.name}: y is {list(y.shape)} {y.dtype} with strides {y.stride()}, expected {pairs} contiguous pairs "
-            f"of {of.out_features} in {step.slots.dtype}, for it is changed in place"
+            f"{of.name}: y is {list(y.shape)} {y.dtype} on {y.device} with strides {y.stride()}, expected {pairs} "
+            f"contiguous pairs of {of.out_features} in {step.slots.dtype} on {step.device}, for it is changed in place"
         )
     return y.view(pairs, of.out_features)

@@ -9,7 +9,7 @@ from lorac import reference
 from lorac.runtime import apply, compiled, launch, scratch
 from lorac.runtime.bound import bound
 from lorac.runtime.compiled import Compiled, Unaligned
-from lorac.runtime.errors import PackageError, ShapeError
+from lorac.runtime.errors import PackageError, ShapeError, TicketError
 from lorac.runtime.launch import Kernel, Moving
 from lorac.verify.slots import numbered
 
@@ -231,15 +231,47 @@ def test_tensors_that_do_not_fit_are_refused_after_others_did(bench, step):
     for bad in (y.half(), y[:1], y[:, :-1], y.to("meta")):
         with pytest.raises(ShapeError):
             add("up_proj", 0, x, bad, step)
+    for bad in (y[:1].expand(2, -1), bench.random(2 * OUT).as_strided((2, OUT), (OUT // 2, 1))):
+        before = bad.clone()
+        with pytest.raises(ShapeError, match="y has strides .* rows that share memory"):
+            add("up_proj", 0, x, bad, step)
+        assert torch.equal(bad, before)
     if step.backend_name == "fused":
-        for bad in (weight.half(), weight[:-1], weight.T.contiguous().T, weight.to("meta")):
-            with pytest.raises(ShapeError, match="weight is"):
-                linear("up_proj", 0, x, bad, step)
+        with pytest.raises(ShapeError, match="weight has strides"):
+            linear("up_proj", 0, x, weight.T.contiguous().T, step)
+        with pytest.raises(ShapeError, match="weight is .* on meta, expected"):
+            linear("up_proj", 0, x, weight.to("meta"), step)
         with pytest.raises(ShapeError, match="starts on no 16 bytes"):
             linear("up_proj", 0, x, bench.random(OUT * IN + 1)[1:].view(OUT, IN), step)
     bench.prepare(step, [0, 1, 2])
     with pytest.raises(ShapeError, match="prepared for 3"):
         add("up_proj", 0, x, y, step)
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton", "torch"])
+def test_a_base_layer_that_does_not_fit_is_refused_whoever_runs_it(bench, backend):
+    step = bench.package.Step(bench.slots, backend)
+    x, weight, bias = bench.random(2, IN), bench.random(OUT, IN), bench.random(OUT)
+    linear = bench.package.linear
+    with pytest.raises(TicketError, match="no batch was prepared"):
+        linear("up_proj", 0, x, weight[:, 1:], step)
+    rows = bench.prepare(step, [0, 1])
+    bench.check(step, rows)
+    bad = [
+        ((x, of), "up_proj: weight is") for of in (weight.half(), weight[:-1], weight[:, 1:], weight[0], weight[0, 0])
+    ]
+    bad += [((of, weight), "up_proj: x ") for of in (x.half(), x[:, 1:], x[:1], x[0, 0], x.to("meta"))]
+    for arguments, match in bad:
+        for more in ((), (bias,)):
+            with pytest.raises(ShapeError, match=match):
+                linear("up_proj", 0, *arguments, step, *more)
+    bench.check(step, rows)
+    linear("up_proj", 0, x, weight, step, bias)
+    for of in (bias[:1], bias[0], bias[1:], bias.half(), bias.expand(2, -1)):
+        with pytest.raises(ShapeError, match="up_proj: bias is"):
+            linear("up_proj", 0, x, weight, step, of)
+    with pytest.raises(ShapeError, match="no module 'qkv_proj'"):
+        linear("qkv_proj", 0, x, weight, step)
 
 
 @pytest.mark.parametrize("slots", [[-1], [1]], ids=["without adapters", "with one"])

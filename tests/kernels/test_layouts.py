@@ -6,6 +6,8 @@ import kernel_kit as kit
 import pytest
 import torch
 
+from lorac.runtime.errors import ShapeError
+
 FIRST = [(kind, kind.dtypes[0]) for kind in kit.kinds()]
 pytestmark = pytest.mark.parametrize(("kind", "dtype"), FIRST, ids=kit.case_id)
 
@@ -103,6 +105,24 @@ def test_ids_outside_the_vocabulary(bench):
     assert off.data_ptr() % 16 == 8
     for _ in range(2):  # as the first time and as what was bound before
         assert torch.equal(bench.package.add("embed_tokens", 0, off, base.clone(), bench.step), y)
+
+
+def test_what_an_embedding_is_not_given(bench):
+    bench.prepare("decode", [(1, 1)] * 3)
+    module = bench.layout.by_name["embed_tokens"]
+    ids, y = torch.tensor([1, 0, 5]), bench.random((3, module.out_features))
+    served = [
+        bench.package.add("embed_tokens", 0, ids.to(of), y.clone(), bench.step) for of in (torch.int64, torch.uint8)
+    ]
+    assert torch.equal(*served)
+    before = y.clone()
+    for of in (torch.float32, torch.float16, torch.bool):
+        with pytest.raises(ShapeError, match=f"embed_tokens: x is {of} on cpu, expected token ids, of an integer type"):
+            bench.package.add("embed_tokens", 0, ids.to(of), y, bench.step)
+    assert torch.equal(y, before)
+    table = bench.random((module.in_features, module.out_features))
+    with pytest.raises(ShapeError, match="embed_tokens is an embedding, which linear does not serve"):
+        bench.package.linear("embed_tokens", 0, ids, table, bench.step)
 
 
 def test_the_same_bits_again_and_the_same_row_in_any_company(bench, seed):

@@ -207,6 +207,7 @@ def test_what_does_not_fit_is_refused(bench, build):
         (2, ids[:, :1], r"topk_ids is \[3, 1\] on cpu, expected \[3, 2\]"),
         (2, ids.float(), "expected torch.int32 or torch.int64"),
         (3, weights[:2], "topk_weights is"),
+        (3, None, r"topk_weights is None, expected \[rows, 2\]"),
         (4, bench.w2, r"w13 is \[8, 64, 48\]"),
         (5, bench.w13, "w2 is"),
         (5, bench.w2.mT.contiguous().mT, "must be contiguous"),
@@ -219,6 +220,10 @@ def test_what_does_not_fit_is_refused(bench, build):
     with pytest.raises(ShapeError, match="contiguous pairs"):
         wide = torch.cat([y, y], 2)[..., :64]
         bench.package.add_experts("experts_down", bench.layer, bench.random(3, 2, 48), wide, ids, None, step)
+    pairs = bench.random(3, 2, 48)
+    for given in ((pairs.to("meta"), y), (pairs, y.to("meta"))):
+        with pytest.raises(ShapeError, match=r"is .* on meta.* on cpu"):
+            bench.package.add_experts("experts_down", bench.layer, *given, ids, None, step)
     with pytest.raises(ShapeError, match="no module of experts 'qkv_proj': it has experts_gate_up, experts_down"):
         bench.package.add_experts("qkv_proj", bench.layer, x, y, ids, None, step)
 
