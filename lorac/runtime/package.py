@@ -36,11 +36,11 @@ def backend_module(package: str, backends: tuple[str, ...], name: str) -> Module
 def warm(step: Step) -> int:
     """Compile every kernel of the step's backend for the current device; returns how many configurations there are.
 
-    Triton's interpreter, on a CPU, compiles none.
+    For a step on a CPU none is compiled.
     """
     kernels = (step.tables.ROUTE, *step.backend.KERNELS)
     configurations = [(kernel, launch) for kernel in kernels for launch in kernel.launches]
-    if not interpreted():
+    if step.device.type == "cuda" and not interpreted():
         together.tools()  # compiles too
         for kernel, launch in configurations:
             kernel.compile(launch)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lorac.runtime.buffers import Buffers, Instance
-from lorac.runtime.errors import ShapeError, SlotError
+from lorac.runtime.errors import PackageError, ShapeError, SlotError
 from lorac.runtime.layout import Layout
 from lorac.runtime.registry import Registry, Source
 from lorac.runtime.residents import REMEDIES, Resident, Residents, slots_of
@@ -29,6 +29,8 @@ class Slots:
     slot or a resident's name, `slot_generation[slot]` with every change of what that slot holds. `cache_bytes` bounds
     the adapters kept on the host. Raises PackageError for a rank that the package was not built for.
 
+    Raises PackageError where `device` is a GPU and there is none.
+
     Any thread may call any method. `lock` guards names, slots and tables, and is held briefly: by a load while it
     commits, and by a step from looking slots up or checking its ticket to the end of its launches (`reading`).
     """
@@ -44,8 +46,14 @@ class Slots:
     ):
         layout.check_ranks(tp_rank, ep_rank)
         self.layout, self.dtype, self.device = layout, getattr(torch, layout.dtype), torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise PackageError(
+                    f"package {layout.name} cannot have its slots on {device}: torch finds no GPU here; "
+                    'device="cpu" serves for tests'
+                )
+            if self.device.index is None:
+                self.device = torch.device("cuda", torch.cuda.current_device())
         self.lock = threading.RLock()
         self.generation = 0
         self.slot_generation = [0] * layout.slots

@@ -51,6 +51,13 @@ def fresh(contents: dict[int, object], layout=None) -> list[torch.Tensor]:
     return snapshot(slots)
 
 
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for given in ((), ("cuda",), ("cuda:1",)):
+        with pytest.raises(PackageError, match='torch finds no GPU here; device="cpu" serves for tests'):
+            Slots(kit.layout(), *given)
+
+
 def test_tables_have_the_stated_shapes_and_hold_the_adapter(tmp_path):
     layout = kit.layout()
     slots = Slots(layout, "cpu")

@@ -36,3 +36,12 @@ def test_the_rest_is_imported_by_its_name(build):
     assert package.admission.admit is package.step.admit
     with pytest.raises(AttributeError, match="has no attribute 'Graphs'"):
         _ = package.Graphs
+
+
+def test_a_step_on_a_cpu_compiles_nothing(build, monkeypatch):
+    for module in ("package", "step"):
+        monkeypatch.setattr(f"lorac.runtime.{module}.interpreted", lambda: False)
+    package = build(SPEC)
+    step = package.Step(package.Slots("cpu"), "torch")
+    assert package.warm(step) == len(step.tables.ROUTE.launches)
+    assert not step.tables.ROUTE._compiled
