@@ -29,7 +29,8 @@ def part(package: str, name: str) -> object:
 def backend_module(package: str, backends: tuple[str, ...], name: str) -> ModuleType:
     """The generated module of a backend, imported on first use. Raises PackageError for a name the package lacks."""
     if name not in backends:
-        raise PackageError(f"package {package} has no backend {name!r}: it has {', '.join(backends)}")
+        built = importlib.import_module(f"{package}.layout").LAYOUT.name  # the module's own name has a digest in it
+        raise PackageError(f"package {built} has no backend {name!r}: it has {', '.join(backends)}")
     return importlib.import_module(f"{package}.backends.{name}")
 
 

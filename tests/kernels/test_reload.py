@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import kernel_kit as kit
+import pytest
 import yaml
 
 from lorac.compile import compile_spec
 from lorac.emit import emit
+from lorac.runtime.errors import PackageError
 from lorac.runtime.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,16 @@ def test_load_again_in_one_process(tmp_path):
         package = load(build(tmp_path, slots, chunk))
         assert (package.LAYOUT.slots, chunk_of(package)) == (slots, chunk)
     assert load(tmp_path / "again") is package
+
+
+def test_a_loaded_package_is_called_by_its_own_name(tmp_path):
+    """Not by that of the module it is loaded as, which depends on the folder and on every byte in it."""
+    folder = build(tmp_path, 3, 16)
+    folder = folder.rename(tmp_path / "elsewhere")
+    package = load(folder)
+    with pytest.raises(PackageError) as caught:
+        package.Step(package.Slots("cpu"), "fsed")
+    assert str(caught.value) == "package again has no backend 'fsed': it has csgmv"
 
 
 def test_kernels_are_new_as_well(tmp_path, generator):
