@@ -72,7 +72,8 @@ def inspect_adapter(folder: str | Path, layout: Layout | None = None) -> Report:
             adapter = read_adapter(folder, layout)
         except AdapterError as error:
             refusals.append(str(error))
-    return Report(folder, config, headers, pairs, layout.name if layout else "", adapter, tuple(refusals))
+    refusals = tuple(dict.fromkeys(refusals))  # what ails the folder is met when either of its files is opened
+    return Report(folder, config, headers, pairs, layout.name if layout else "", adapter, refusals)
 
 
 def _settings(config: AdapterConfig) -> list[str]:

@@ -46,6 +46,13 @@ def test_truncated(folder, keep):
     refuse(folder, "truncated")
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_pointer_of_git_lfs_tells_how_to_fetch_the_file(name, folder):
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'5e' * 32}\nsize 83945296\n"
+    (folder / name).write_text(pointer)
+    refuse(folder, f"{name} is a git-lfs pointer, .*`git lfs pull`")
+
+
 def test_bytes_behind_the_tensors(folder):
     with open(folder / "adapter_model.safetensors", "ab") as file:
         file.write(b"more")

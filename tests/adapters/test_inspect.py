@@ -40,6 +40,7 @@ def test_an_adapter_that_cannot_be_served_is_shown_all_the_same(tmp_path):
     kit.write(tmp_path, kit.factors("q_proj", "v_proj"))
     report = inspect_adapter(tmp_path, kit.layout(["o_proj"]))
     assert not report.served and "self_attn.q_proj fits no module of package small" in report.text()
+    assert len(inspect_adapter(tmp_path / "nope").refusals) == 1, "one fault of the folder is told once"
     (tmp_path / "adapter_model.safetensors").unlink()
     (tmp_path / "adapter_config.json").unlink()
     assert len(inspect_adapter(tmp_path).refusals) == 2

@@ -9,6 +9,7 @@ from lorac.runtime.errors import AdapterError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that git-lfs has yet to fetch
 _MAX_CONFIG = 16 << 20  # an `all-linear` list over every expert of a large model takes a few MiB
 _CONVERT = (
     "convert it with: python -c \"import torch, safetensors.torch as s; w = torch.load('adapter_model.bin', "
@@ -18,7 +19,10 @@ _CONVERT = (
 
 
 def member(folder: Path, name: str) -> Path:
-    """The real path of one file of the folder. Raises AdapterError where it is absent, special or elsewhere."""
+    """The real path of one file of the folder.
+
+    Raises AdapterError where it is absent, special, elsewhere, or a pointer that git-lfs left in its place.
+    """
     if not folder.is_dir():
         raise AdapterError(f"adapter {folder}: not a folder; expected one with {CONFIG} and {WEIGHTS}")
     path = folder / name
@@ -34,6 +38,11 @@ def member(folder: Path, name: str) -> Path:
     if not real.is_relative_to(home) and not _in_hub_cache(real, home):
         raise AdapterError(
             f"adapter {folder}: {name} is a link to {real}, outside its folder; copy the file here instead"
+        )
+    if _is_pointer(real):
+        raise AdapterError(
+            f"adapter {folder}: {name} is a git-lfs pointer, not the file itself; "
+            "run `git lfs pull` in its repository, which fetches it"
         )
     return real
 
@@ -65,6 +74,14 @@ def _no_repeats(pairs: list[tuple[str, object]]) -> dict:
         keys = [key for key, _ in pairs]
         raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
     return value
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False  # whoever opens it to read it says why that fails
 
 
 def _in_hub_cache(real: Path, home: Path) -> bool:
