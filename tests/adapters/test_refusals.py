@@ -204,6 +204,24 @@ def test_values_must_fit_the_dtype_of_the_package(tmp_path):
     read_adapter(tmp_path, kit.layout(dtype="bfloat16"))
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(1e39, "float32"), (-1e39, "bfloat16"), (7e4, "float16")])
+def test_doubles_beyond_the_range_are_not_called_infinite(value, dtype, tmp_path):
+    tensors = kit.factors("q_proj", "v_proj")
+    tensors[f"{Q}lora_A.weight"] = torch.full((4, 16), value, dtype=torch.float64)
+    text = refusal(kit.write(tmp_path, tensors), kit.layout(dtype=dtype))
+    assert f"beyond the range of the package's torch.{dtype}" in text and "infinite" not in text
+
+
+@pytest.mark.parametrize("tiny", ["one factor", "all"])
+def test_values_that_would_all_become_zero_are_no_untrained_adapter(tiny, tmp_path):
+    tensors = kit.factors("q_proj", "v_proj")
+    small = [name for name in tensors if tiny == "all" or name == f"{Q}lora_B.weight"]
+    kit.write(tmp_path, tensors | {name: tensors[name] * 1e-9 for name in small})
+    text = refusal(tmp_path, kit.layout(dtype="float16"))
+    assert "too small for the package's torch.float16" in text and small[0] in text and "untrained" not in text
+    assert len(kit.deltas(read_adapter(tmp_path, kit.layout(dtype="bfloat16")))) == 4
+
+
 def test_integers_are_no_weights(tmp_path):
     tensors = kit.factors("q_proj", "v_proj") | {f"{Q}lora_A.weight": torch.ones(4, 16, dtype=torch.int32)}
     assert "dtype I32" in refusal(kit.write(tmp_path, tensors))

@@ -1,5 +1,6 @@
 """One adapter as one buffer in the slots' own order, so that bringing it to the device is a single copy."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -123,7 +124,7 @@ class Adapter:
 
 
 def pack(folder: str, placed: list[Placement], file: TensorFile, layout: Layout, shard: Shard, pin: bool) -> Adapter:
-    """Reads every tensor once into its place. Raises AdapterError for numbers not finite, or all without effect."""
+    """Reads every tensor once into its place. Raises AdapterError for numbers the dtype lacks or all without effect."""
     problems, dtype, blocks, offset = Problems(folder), getattr(torch, layout.dtype), [], 0
     for module in layout.modules:
         if ranks := [item.rank for item in placed if item.module.name == module.name]:
@@ -158,10 +159,18 @@ def pack(folder: str, placed: list[Placement], file: TensorFile, layout: Layout,
 
 def _convert(tensor: torch.Tensor, name: str, dtype: torch.dtype, problems: Problems) -> torch.Tensor:
     converted = tensor.to(dtype)
-    # a finite sum proves every value finite, at a fraction of the cost of looking at each
-    if not converted.sum(dtype=torch.float32).isfinite() and not converted.isfinite().all():
-        finite = bool(torch.isfinite(tensor.float()).all())
+    # the sum says which conversions to look at value by value, at a fraction of the cost of that: a finite one proves
+    # every value finite, and one that is not zero that some value is not
+    total = float(converted.sum(dtype=torch.float32))
+    if not math.isfinite(total) and not converted.isfinite().all():
+        finite = bool(tensor.double().isfinite().all())
         problems.add(f"values beyond the range of the package's {dtype}" if finite else "NaN or infinite values", name)
+    if total == 0 and not converted.any() and tensor.double().any():
+        problems.add(
+            f"values too small for the package's {dtype}, in which all of them would be zero; "
+            "build the package in a dtype of a wider range, such as bfloat16",
+            name,
+        )
     return converted
 
 
