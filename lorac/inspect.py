@@ -12,6 +12,7 @@ from lorac.runtime.adapters.names import Pair, locate, pair_tensors
 from lorac.runtime.adapters.problems import Problems
 from lorac.runtime.adapters.tensors import Header, open_tensors
 from lorac.runtime.errors import AdapterError
+from lorac.runtime.expert_names import ExpertNames
 from lorac.runtime.layout import Layout
 from lorac.tables import size, table
 
@@ -24,7 +25,7 @@ class Report:
     config: AdapterConfig | None
     headers: tuple[Header, ...]
     pairs: tuple[Pair, ...]
-    package: str  # "" where none was asked about
+    layout: Layout | None  # of the package that was asked about
     adapter: Adapter | None  # as that package would serve it
     refusals: tuple[str, ...]
 
@@ -41,11 +42,12 @@ class Report:
         if self.headers:
             kinds = ", ".join(sorted({header.dtype for header in self.headers}))
             total = size(sum(header.end - header.begin for header in self.headers))
-            lines += [f"tensors     {len(self.headers)}, {total}, {kinds}", "", _contents(self.pairs, self.config)]
+            contents = _contents(self.pairs, self.config, self.layout)
+            lines += [f"tensors     {len(self.headers)}, {total}, {kinds}", "", contents]
         if self.adapter:
             lines += [
                 "",
-                f"package {self.package} serves it: {size(self.adapter.nbytes)} in one slot",
+                f"package {self.layout.name} serves it: {size(self.adapter.nbytes)} in one slot",
                 _places(self.adapter),
             ]
         return "\n".join([*lines, *("\n" + refusal for refusal in self.refusals)])
@@ -73,7 +75,7 @@ def inspect_adapter(folder: str | Path, layout: Layout | None = None) -> Report:
         except AdapterError as error:
             refusals.append(str(error))
     refusals = tuple(dict.fromkeys(refusals))  # what ails the folder is met when either of its files is opened
-    return Report(folder, config, headers, pairs, layout.name if layout else "", adapter, refusals)
+    return Report(folder, config, headers, pairs, layout, adapter, refusals)
 
 
 def _settings(config: AdapterConfig) -> list[str]:
@@ -88,8 +90,9 @@ def _settings(config: AdapterConfig) -> list[str]:
     ]
 
 
-def _contents(pairs: Iterable[Pair], config: AdapterConfig | None) -> str:
+def _contents(pairs: Iterable[Pair], config: AdapterConfig | None, layout: Layout | None) -> str:
     """One row per projection: how often it is adapted, in which shapes, and at which ranks and scales."""
+    names = ExpertNames(layout.modules if layout else ())
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
         place = locate(pair.module)
@@ -97,15 +100,15 @@ def _contents(pairs: Iterable[Pair], config: AdapterConfig | None) -> str:
         groups.setdefault(re.sub(r"\.\d+\.", ".*.", path), []).append(pair)
     rows = []
     for path, members in sorted(groups.items()):
-        scales = _several(f"{scale:g}" for pair in members for scale in _scales(config, pair)) if config else ""
+        scales = _several(f"{scale:g}" for pair in members for scale in _scales(config, pair, names)) if config else ""
         shapes = [_several(str(list(getattr(pair, side).shape)) for pair in members) for side in "ab"]
         rows.append((path, len(members), *shapes, scales))
     return table(("projection", "count", "A", "B", "scale"), rows)
 
 
-def _scales(config: AdapterConfig, pair: Pair) -> list[float]:
+def _scales(config: AdapterConfig, pair: Pair, names: ExpertNames) -> list[float]:
     """The scale of a pair; the two it may have where only a package tells which parameter of the experts it is for."""
-    return [config.scale_of(name) for name in matched_names(pair.module)]
+    return [config.scale_of(name) for name in matched_names(pair.module, names)]
 
 
 def _places(adapter: Adapter) -> str:

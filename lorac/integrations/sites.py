@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lorac.runtime.errors import ShapeError
+from lorac.runtime.expert_names import paths_of
 from lorac.runtime.layout import Layout, Module
 
 _MOST_SHOWN = 8  # misfits of one kind repeat in every layer
@@ -74,9 +75,9 @@ def _parts(
     elif module.kind == "embedding":
         found = (model.get_input_embeddings(),)
     else:
-        whole = _submodule(decoder_layer, module.path)
-        if whole is None and module.experts is not None:
-            whole = _submodule(decoder_layer, "mlp.experts")  # where the checkpoint has another name for the block
+        paths = paths_of(module.path) if module.experts else (module.path,)
+        blocks = (_submodule(decoder_layer, path) for path in paths)
+        whole = next((block for block in blocks if block is not None), None)
         found = (whole,) if whole is not None else tuple(_submodule(decoder_layer, part.path) for part in module.slices)
     return None if None in found else found
 

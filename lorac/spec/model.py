@@ -7,6 +7,7 @@ from typing import Any
 
 from lorac.errors import Problem, SpecError
 from lorac.resources import presets_folder
+from lorac.runtime.expert_names import KNOWN_ROLES, roles_by_name
 
 from .geometry import shapes_from_config
 from .model_schema import LONG_FORM, SHORT_FORM, ExpertsShape, LinearShape, Model
@@ -174,7 +175,7 @@ def _long_shapes(model: Model) -> Shapes:
             )
         )
     fused = _fused(model, {linear.name: linear for linear in linears}, problems)
-    experts = model.experts and _experts(model.experts, model.layers, problems)
+    experts = model.experts and _experts(model.experts, model.layers, linears, problems)
     if problems:
         raise SpecError(problems)
     return Shapes("custom", model.hidden, model.vocab, model.layers, model.tied, tuple(linears), fused, experts=experts)
@@ -196,13 +197,14 @@ def _layers(
     return tuple(written.layers)
 
 
-def _experts(written: ExpertsShape, count: int, problems: list[Problem]) -> Experts:
+def _experts(written: ExpertsShape, count: int, linears: list[Linear], problems: list[Problem]) -> Experts:
     path = ("model", "experts")
     if written.top_k > written.count:
         message = f"top_k is {written.top_k}, of {written.count} experts"
         problems.append(Problem(message, (*path, "top_k"), expected=f"at most {written.count}"))
     layers = _layers(written, count, path, problems)
     names = tuple(written.names)
+    problems += _expert_names(names, written.path, linears)
     return Experts(
         written.count,
         written.top_k,
@@ -213,6 +215,28 @@ def _experts(written: ExpertsShape, count: int, problems: list[Problem]) -> Expe
         written.transposed,
         written.interleaved,
     )
+
+
+def _expert_names(names: tuple[str, str, str], path: str, linears: list[Linear]) -> list[Problem]:
+    """Names by which adapters cannot tell gate, up and down apart, or that checkpoints give to another of them."""
+    problems, meanings = [], roles_by_name(names)
+    expected = "gate, up and down in this order, such as [w1, w3, w2]; gate and up may be one weight"
+    for index, name in enumerate(names):
+        here, roles = ("model", "experts", "names", index), meanings[name]
+        known = KNOWN_ROLES.get(name, roles)
+        if "down" in roles and len(roles) > 1:
+            if index == 2:
+                message = f"{name} is the name of {' and '.join(roles)}"
+                problems.append(Problem(message, here, expected=expected))
+        elif roles != known:
+            message = f"{name} stands for {' and '.join(roles)} here, for {' and '.join(known)} in checkpoints"
+            problems.append(Problem(message, here, expected=expected))
+    taken = {linear.path: linear.name for linear in linears}
+    for place in dict.fromkeys(f"{path}.{name}" for name in names):
+        if place in taken:
+            message = f"{place} is the path of {taken[place]}, and of a projection of the experts"
+            problems.append(Problem(message, ("model", "experts", "path"), expected="a path that no linear has"))
+    return problems
 
 
 def _fused(

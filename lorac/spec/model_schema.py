@@ -55,7 +55,7 @@ class ExpertsShape(_Block):
         default=["gate_proj", "up_proj", "down_proj"],
         min_length=3,
         max_length=3,
-        description="gate, up and down as the checkpoint names them",
+        description="gate, up and down as the checkpoint names them, one name twice where gate and up are one weight",
     )
     transposed: bool = Field(default=False, description="weights are stored [experts, in, out]")
     interleaved: bool = Field(default=False, description="gate and up are the even and odd columns of one weight")

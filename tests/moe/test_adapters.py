@@ -1,5 +1,6 @@
 """Adapters that PEFT saved for mixtures of experts, served by the generated one: the oracle is PEFT's own model."""
 
+import itertools
 import json
 
 import moe_kit as kit
@@ -10,6 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lorac.integrations.transformers import attach
+from lorac.runtime.adapters import read_adapter
+from lorac.runtime.errors import AdapterError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about unusual settings
 SIZES = dict(
@@ -178,6 +181,52 @@ def test_one_pair_for_every_expert(build, family, one_expert_each, generator):
     expected = torch.where(torch.tensor([True, False, True, True, False])[:, None], served, bare)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(served[0], bare[0], rtol=1e-2)
+
+
+OTHER_NAMES = {
+    "another path": ("moe.experts", ("gate_proj", "up_proj", "down_proj")),
+    "another path without a word for experts": ("ffn", ("w1", "w3", "w2")),
+    "other names": ("mlp.experts", ("fc1", "fc2", "fc3")),
+    "some known": ("moe", ("w1", "v1", "w2")),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own factors", "one A for gate and up"])
+@pytest.mark.parametrize(("path", "names"), OTHER_NAMES.values(), ids=OTHER_NAMES)
+def test_names_are_those_of_the_spec(build, path, names, shared, tmp_path, generator):
+    """Adapters are read by the spec's path and names, and by the usual ones only where the spec's are among them."""
+
+    def write(path: str, names: tuple[str, ...]) -> dict:
+        tensors, deltas = {}, {}
+        for layer, expert, index in itertools.product(range(2), range(5), range(3)):
+            inside, outside = (24, 40) if index == 2 else (40, 24)
+            key = f"base_model.model.model.layers.{layer}.{path}.{expert}.{names[index]}"
+            a, b = torch.randn(3, inside, generator=generator), torch.randn(outside, 3, generator=generator)
+            if shared and index < 2:
+                a = tensors.setdefault(f"{key.replace(f'{path}.{expert}', f'{path}.shared')}.lora_A.weight", a)
+            else:
+                tensors[f"{key}.lora_A.weight"] = a
+            tensors[f"{key}.lora_B.weight"] = b
+            deltas[layer, expert, index] = 2.0 * b @ a
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(names)}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        return deltas
+
+    data = kit.spec()
+    data["model"]["experts"] |= {"path": path, "names": list(names)}
+    layout = build(data).LAYOUT
+    deltas = write(path, names)
+    adapter = read_adapter(tmp_path, layout)
+    for (layer, expert, index), delta in deltas.items():
+        module = "experts_down" if index == 2 else "experts_gate_up"
+        part = adapter.part(module, layer, index % 2, expert)
+        torch.testing.assert_close(part.scale * part.b @ part.a, delta)
+    usual = ("gate_proj", "up_proj", "down_proj")
+    assert (path, names) != ("mlp.experts", usual)
+    write("mlp.experts", usual)
+    with pytest.raises(AdapterError, match=r"mlp\.experts\.\*\.down_proj fits no module"):
+        read_adapter(tmp_path, layout)
 
 
 @pytest.mark.parametrize("backend", ["fused", "torch"])

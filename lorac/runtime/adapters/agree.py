@@ -8,6 +8,7 @@ from lorac.runtime.adapters.names import Pair, aliases
 from lorac.runtime.adapters.patterns import Targets
 from lorac.runtime.adapters.place import Placement
 from lorac.runtime.adapters.problems import Problems
+from lorac.runtime.expert_names import ExpertNames
 from lorac.runtime.layout import Layout
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
@@ -20,10 +21,12 @@ def check_agreement(
     outside = {item.module.kind for item in placed if not item.module.layers}
     if config.ties_embedding and layout.tied and outside == {"embedding"}:
         problems.add("ensure_weight_tying ties lm_head to the embedding's LoRA; save lm_head's tensors as well")
-    parameters = {pair.module for pair in pairs if _is_parameter(config, pair.module)}
+    names = ExpertNames(layout.modules)
+    stacks = {pair.module for pair in pairs if experts.is_stack(pair.module, names)}
+    parameters = {pair.module for pair in pairs if _is_parameter(config, pair.module, stacks)}
     targets = config.targets
     for pair in pairs:
-        if pair.module in parameters and not experts.is_stack(pair.module) and (config.version or (0, 17)) < (0, 19):
+        if pair.module in parameters and pair.module not in stacks and (config.version or (0, 17)) < (0, 19):
             problems.add(
                 "the weight of a linear layer among target_parameters, for which PEFT before 0.19 wrote the factors of "
                 "the transposed weight; train it through target_modules, or with a newer PEFT",
@@ -33,25 +36,29 @@ def check_agreement(
         return
     try:
         for pair in pairs:
-            if pair.module not in parameters and not _selects(targets, pair.module):
+            if pair.module not in parameters and not _selects(targets, pair.module, names):
                 problems.add(
                     "target_modules, exclude_modules, layers_to_transform and target_parameters of adapter_config.json "
                     "do not select it, so PEFT would ignore it",
                     pair.a.name,
                 )
         if not problems.found:
-            _check_layers(targets, placed, layout, problems)
+            _check_layers(targets, placed, layout, names, problems)
     except ValueError as error:  # a regex that takes too long
         problems.add(f"target_modules: {error}")
 
 
-def _check_layers(targets: Targets, placed: list[Placement], layout: Layout, problems: Problems) -> None:
+def _check_layers(
+    targets: Targets, placed: list[Placement], layout: Layout, names: ExpertNames, problems: Problems
+) -> None:
     inside = [item for item in placed if item.module.layers]
     absent = {layer for item in inside for layer in item.module.layers}
     absent -= {item.module.layers[item.instance] for item in inside}
     templates = {_LAYER.sub("layers.{}.", item.pair.module, count=1) for item in inside}
     lost = [
-        layer for layer in sorted(absent) if any(_selects(targets, template.format(layer)) for template in templates)
+        layer
+        for layer in sorted(absent)
+        if any(_selects(targets, template.format(layer), names) for template in templates)
     ]
     if lost:
         problems.add(
@@ -60,16 +67,16 @@ def _check_layers(targets: Targets, placed: list[Placement], layout: Layout, pro
         )
 
 
-def _is_parameter(config: AdapterConfig, module: str) -> bool:
+def _is_parameter(config: AdapterConfig, module: str, stacks: set[str]) -> bool:
     """Whether target_parameters selects a module: all experts, or the weight of a linear layer."""
-    if experts.is_stack(module):
+    if module in stacks:
         return bool(config.parameters)
     weights = [f".{name}.weight" for name in aliases(module)]
     return any(weight.endswith(f".{parameter}") for weight in weights for parameter in config.parameters)
 
 
-def _selects(targets: Targets, module: str) -> bool:
-    return any(targets.matches(name) for meant in experts.meant_by(module) for name in aliases(meant))
+def _selects(targets: Targets, module: str, names: ExpertNames) -> bool:
+    return any(targets.matches(name) for meant in experts.meant_by(module, names) for name in aliases(meant))
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -16,17 +16,8 @@ import torch
 from lorac.runtime.adapters.config import AdapterConfig
 from lorac.runtime.adapters.names import Pair, Place, locate
 from lorac.runtime.adapters.problems import Problems
-from lorac.runtime.layout import Layout, Module
-
-_GATE, _UP, _DOWN = ("gate",), ("up",), ("down",)
-_ROLES = {
-    "gate_proj": _GATE, "w1": _GATE, "up_proj": _UP, "w3": _UP, "down_proj": _DOWN, "w2": _DOWN,
-    "gate_up_proj": _GATE + _UP,
-}  # fmt: skip
-_PARENTS = r"(?:mlp|block_sparse_moe|feed_forward)"  # the same block under the names checkpoints have given it
-_PROJECTION = re.compile(_PARENTS + r"\.experts(?:\.(0|[1-9][0-9]{0,4}))?\.(" + "|".join(_ROLES) + ")")
-_STACK = re.compile(_PARENTS + r"\.experts(\.base_layer)?")
-_PARAMETERS = {("gate", "up"): "gate_up_proj", ("down",): "down_proj"}
+from lorac.runtime.expert_names import ExpertNames
+from lorac.runtime.layout import Module
 
 
 @dataclass(frozen=True)
@@ -54,12 +45,11 @@ class Target:
     roles: tuple[str, ...]
     expert: int | None
     packed: bool = False
+    parameter: str = ""  # the name of the parameter that PEFT adapts, where it is of all experts
 
     def matched_name(self, module: str) -> str:
         """The name PEFT matches rank_pattern and alpha_pattern against: a parameter's, where the pair is of one."""
-        if self.expert is not None or self.packed:
-            return module
-        return _parameter(module, _PARAMETERS[self.roles])
+        return _parameter(module, self.parameter) if self.parameter else module
 
     def stack(self, swapped: bool) -> Stack | None:
         """How the pair holds all experts, if it does."""
@@ -94,61 +84,60 @@ class Target:
         return [(roles.index(role), self.module.slices[roles.index(role)]) for role in self.roles]
 
 
-def is_expert_path(path: str) -> bool:
-    """Whether a path inside a decoder layer is one of routed experts."""
-    return bool(_PROJECTION.fullmatch(path) or _STACK.fullmatch(path))
-
-
-def is_stack(module: str) -> bool:
+def is_stack(module: str, names: ExpertNames) -> bool:
     """Whether a module's name is that of all experts together, as `target_parameters` has it."""
     place = locate(module)
-    return place is not None and _STACK.fullmatch(place.path) is not None
+    return place is not None and names.is_stack(place.path)
 
 
-def matched_names(module: str) -> list[str]:
+def matched_names(module: str, names: ExpertNames) -> list[str]:
     """The names that rank_pattern and alpha_pattern may know a module by: two, where it is either parameter's."""
-    return [_parameter(module, name) for name in _PARAMETERS.values()] if is_stack(module) else [module]
+    if not is_stack(module, names):
+        return [module]
+    return [_parameter(module, name) for name in map(names.parameter, (("gate", "up"), ("down",))) if name]
 
 
 def _parameter(module: str, name: str) -> str:
     return f"{module.removesuffix('.base_layer')}.{name}"
 
 
-def meant_by(module: str) -> list[str]:
+def meant_by(module: str, names: ExpertNames) -> list[str]:
     """The names that target_modules may have for a module: its own, or an expert's where PEFT writes no such tensor."""
     place = locate(module)
-    found = place and _PROJECTION.fullmatch(place.path)
-    if not found or (found[1] and found[2] != "gate_up_proj"):
+    found = place and names.projection(place.path)
+    if not found:
         return [module]
-    parent = module.removesuffix(found[2])
-    return [parent + name for name, roles in _ROLES.items() if set(roles) & set(_ROLES[found[2]])]
+    expert, name = found
+    if expert is not None and len(names.roles[name]) == 1:
+        return [module]
+    return [module.removesuffix(name) + other for other in names.with_role_of(name)]
 
 
 def without_index(path: str) -> str:
     """The path with the expert's number left out, for messages."""
-    return re.sub(r"\.experts\.\d+", ".experts.*", path)
+    return re.sub(r"\.[0-9]+(?=\.)", ".*", path)
 
 
-def resolve(pair: Pair, place: Place, layout: Layout) -> Target | None:
+def resolve(pair: Pair, place: Place, names: ExpertNames) -> Target | None:
     """What the pair adapts; None where the package has no such experts."""
-    modules = [module for module in layout.modules if module.kind == "experts"]
-    if found := _PROJECTION.fullmatch(place.path):
-        index, roles = None if found[1] is None else int(found[1]), _ROLES[found[2]]
-        fitting = (m for m in modules if set(roles) <= set(_roles(m)) and (index or 0) < m.experts.count)
+    if found := names.projection(place.path):
+        index, roles = found[0], names.roles[found[1]]
+        fitting = (m for m in names.modules if set(roles) <= set(_roles(m)) and (index or 0) < m.experts.count)
         return next((Target(module, roles, index, packed=index is None) for module in fitting), None)
-    for module in modules:
-        target = Target(module, _roles(module), None)
-        if _conventions(pair, target):
-            return target
+    for module in names.modules if names.is_stack(place.path) else ():
+        if parameter := names.parameter(_roles(module)):
+            target = Target(module, _roles(module), None, parameter=parameter)
+            if _conventions(pair, target):
+                return target
     return None
 
 
-def convention(config: AdapterConfig, pairs: list[Pair], layout: Layout, problems: Problems) -> bool:
+def convention(config: AdapterConfig, pairs: list[Pair], names: ExpertNames, problems: Problems) -> bool:
     """Whether this file's stacked pairs are swapped: by shape where that decides, else by PEFT's version."""
     possible = {False, True}
     for pair in pairs:
         place = locate(pair.module)
-        if place is None or not _STACK.fullmatch(place.path) or not (target := resolve(pair, place, layout)):
+        if place is None or not names.is_stack(place.path) or not (target := resolve(pair, place, names)):
             continue
         if not target.module.experts.transposed:
             possible &= _conventions(pair, target)
@@ -156,7 +145,7 @@ def convention(config: AdapterConfig, pairs: list[Pair], layout: Layout, problem
             possible = {False}
     if len(possible) == 1:
         return possible.pop()
-    stacked = any(is_stack(pair.module) for pair in pairs)
+    stacked = any(is_stack(pair.module, names) for pair in pairs)
     if stacked and not possible:
         problems.add(
             "its expert tensors follow PEFT 0.18's convention in part and 0.19's in part; expected one of them"
@@ -179,4 +168,4 @@ def _conventions(pair: Pair, target: Target) -> set[bool]:
 
 
 def _roles(module: Module) -> tuple[str, ...]:
-    return tuple(_ROLES[name][0] for name in module.experts.names)
+    return tuple(part.name for part in module.slices)

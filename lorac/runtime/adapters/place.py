@@ -8,6 +8,7 @@ from lorac.runtime.adapters.config import AdapterConfig
 from lorac.runtime.adapters.names import PREFIXES, Pair, Place, locate
 from lorac.runtime.adapters.problems import Problems
 from lorac.runtime.adapters.tensors import Header
+from lorac.runtime.expert_names import ExpertNames
 from lorac.runtime.layout import Layout, Module
 
 # Projections that some checkpoints keep in one weight, by that weight's name; its adapters have one A for all parts.
@@ -33,7 +34,8 @@ class Placement:
 def place_pairs(config: AdapterConfig, pairs: list[Pair], layout: Layout, problems: Problems) -> list[Placement]:
     """Every pair's placements. Pairs that fit nowhere, shapes and ranks that do not fit, and clashes are problems."""
     sites = _sites(layout)
-    swapped = experts.convention(config, pairs, layout, problems)
+    names = ExpertNames(layout.modules)
+    swapped = experts.convention(config, pairs, names, problems)
     placed: list[Placement] = []
     for pair in pairs:
         place = locate(pair.module)
@@ -42,12 +44,12 @@ def place_pairs(config: AdapterConfig, pairs: list[Pair], layout: Layout, proble
             problems.add(
                 f"no layer of the model by its prefix; known behind base_model.model. are {known}", pair.a.name
             )
-        elif experts.is_expert_path(place.path):
-            placed += _place_experts(config, pair, place, layout, swapped, problems)
+        elif target := experts.resolve(pair, place, names):
+            placed += _place_experts(config, pair, place, target, layout, swapped, problems)
         elif at := sites.get((place.layer is None, place.path)):
             placed += _place_linear(config, pair, place, at, layout, problems)
         else:
-            problems.add(_homeless(place.path, layout), pair.a.name)
+            problems.add(_homeless(experts.without_index(place.path), layout, names), pair.a.name)
     _check_clashes(placed, problems)
     if not placed and not problems.found:
         problems.add("it holds no LoRA tensors: nothing of it would take effect")
@@ -102,12 +104,14 @@ def _place_linear(
 
 
 def _place_experts(
-    config: AdapterConfig, pair: Pair, place: Place, layout: Layout, swapped: bool, problems: Problems
+    config: AdapterConfig,
+    pair: Pair,
+    place: Place,
+    target: experts.Target,
+    layout: Layout,
+    swapped: bool,
+    problems: Problems,
 ) -> list[Placement]:
-    target = experts.resolve(pair, place, layout)
-    if target is None:
-        problems.add(_homeless(experts.without_index(place.path), layout), pair.a.name)
-        return []
     module = target.module
     if not _has_layer(place.layer, module, pair, layout, problems):
         return []
@@ -177,8 +181,8 @@ def _check_clashes(placed: list[Placement], problems: Problems) -> None:
         site[item.expert] = item
 
 
-def _homeless(path: str, layout: Layout) -> str:
-    if any(module.experts and path == f"{module.path.removesuffix('.experts')}.gate" for module in layout.modules):
+def _homeless(path: str, layout: Layout, names: ExpertNames) -> str:
+    if names.modules and path in {f"{block.rpartition('.')[0]}.gate" for block in names.paths}:
         return (
             f"{path} is the router of the experts, which takes no LoRA here: train without it "
             "(PEFT's all-linear includes it: list target_modules and target_parameters instead)"

@@ -11,8 +11,8 @@ from dataclasses import replace
 from lorac.runtime.adapters.problems import Problems
 from lorac.runtime.adapters.tensors import Header
 
-_OWN = re.compile(r"(.+\.experts)\.[0-9]+\.(\w+)")
-_SHARED = re.compile(r"(.+\.experts)(?:\.shared)?\.(\w+)")
+_OWN = re.compile(r"(.+)\.[0-9]+\.(\w+)")
+_SHARED = re.compile(r"(.+?)(?:\.shared)?\.(\w+)")
 
 
 def share_halves(halves: dict[tuple[str, bool], dict[str, Header]], problems: Problems) -> None:
