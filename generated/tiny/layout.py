@@ -85,4 +85,15 @@ LAYOUT = Layout(
             sharding="replicated",
         ),
     ),
+    paths=(
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "lm_head",
+        "embed_tokens",
+    ),
 )

@@ -213,6 +213,7 @@ class Plan:
     agree: bool
     moe_runner: str
     modules: tuple[ModulePlan, ...]
+    paths: tuple[str, ...]  # of every layer that could take LoRA; see `lorac.runtime.layout.Layout`
     variants: tuple[Variant, ...]
     decode: DecodePlan
     prefill: PrefillPlan

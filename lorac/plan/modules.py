@@ -37,6 +37,19 @@ def _modules(shapes: Shapes, target: str, ranks: int, shared_outer: bool) -> lis
     return _expert_modules(shapes, ranks, shared_outer) if target == "experts" else [_module(shapes, target, ranks)]
 
 
+def model_paths(shapes: Shapes) -> tuple[str, ...]:
+    """The paths, inside a decoder layer or of the model, of all that could take LoRA, as the checkpoint stores it."""
+    stored = {part: name for name, parts in shapes.fused if name in shapes.stored_fused for part in parts}
+    paths = [_beside(linear, stored.get(linear.name)) for linear in shapes.linears]
+    experts = [shapes.experts.path] if shapes.experts else []
+    return tuple(dict.fromkeys([*paths, *experts, "lm_head", "embed_tokens"]))
+
+
+def _beside(linear: Linear, name: str | None) -> str:
+    """The path of a fused layer of that name, one of whose parts is `linear`; the linear's own without a name."""
+    return f"{linear.path.rpartition('.')[0]}.{name}" if name else linear.path
+
+
 def _module(shapes: Shapes, target: str, tp: int) -> ModulePlan:
     if target == "lm_head":
         width = _even(shapes.vocab, tp, 0, "the vocabulary")
@@ -59,7 +72,7 @@ def _module(shapes: Shapes, target: str, tp: int) -> ModulePlan:
     in_features = first.in_features
     if first.sharding == "row":
         in_features = _even(in_features, tp, first.units, f"{target}'s input")
-    path = first.path.rpartition(".")[0] + "." + target if len(linears) > 1 else first.path
+    path = _beside(first, target if len(linears) > 1 else None)
     return _plain(target, "linear", path, in_features, first.in_features, tuple(slices), first.layers, first.sharding)
 
 

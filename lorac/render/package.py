@@ -98,7 +98,7 @@ def _check_parameters(env, template: str, backend: BackendPlan, folder: Path) ->
 
 
 def _package(plan: Plan) -> dict:
-    names = ("name", "family", "dtype", "slots", "max_rank", "layers", "hidden", "vocab", "tied", "tp", "ep")
+    names = ("name", "family", "dtype", "slots", "max_rank", "layers", "hidden", "vocab", "tied", "tp", "ep", "paths")
     widths = (plan.max_rank, *plan.narrow)
     return {name: getattr(plan, name) for name in names} | {"unit": UNIT, "span": SPAN, "widths": widths}
 

@@ -80,6 +80,7 @@ class Layout:
     tp: int
     ep: int
     modules: tuple[Module, ...]
+    paths: tuple[str, ...]  # of every layer of the model that could take LoRA, as its checkpoint has them
 
     @cached_property
     def widths(self) -> tuple[int, ...]:

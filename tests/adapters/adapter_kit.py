@@ -38,8 +38,9 @@ MOE = ("qkv_proj", "o_proj", "experts_gate_up", "experts_down")
 def layout(targets=EVERYTHING, *, slots=3, max_rank=8, dtype="float32", tp=1, layers=LAYERS, tied=False, **experts):
     """The layout a package for the small models would have; other keywords describe its experts."""
     modules = tuple(_module(target, tp, tuple(range(layers)), experts) for target in targets)
+    paths = (*SHAPES, *dict.fromkeys(module.path for module in modules if module.experts), "lm_head", "embed_tokens")
     ep = experts.get("count", 4) // experts.get("local", experts.get("count", 4))
-    return Layout("small", "llama", dtype, slots, max_rank, layers, HIDDEN, VOCAB, tied, tp, ep, modules)
+    return Layout("small", "llama", dtype, slots, max_rank, layers, HIDDEN, VOCAB, tied, tp, ep, modules, paths)
 
 
 def _module(target: str, tp: int, layers: tuple[int, ...], experts: dict) -> Module:

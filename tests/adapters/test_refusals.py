@@ -1,5 +1,6 @@
 """What must not be served: each refusal names the field or tensor, and what to do. Nothing is read half."""
 
+import dataclasses
 import json
 
 import adapter_kit as kit
@@ -264,12 +265,36 @@ def test_the_router_is_no_module_to_add(tmp_path):
     assert "mlp.gate is the router of the experts" in text and "add it to" not in text
 
 
+HINTS = {  # path of a module, targets of the package, its model's own layers where they are others: the hint
+    "not served": ("mlp.up_proj", ["o_proj"], {}, "add it to adapters.targets"),
+    "fused in the file": ("self_attn.qkv_proj", ["o_proj"], {}, "add it to adapters.targets"),
+    "fused in the model": ("mlp.up_proj", ["o_proj"], {"paths": ("mlp.gate_up_proj",)}, "add it to adapters.targets"),
+    "no such layer": ("mlp.fc1", ["o_proj"], {}, "its model has no such layer"),
+    "a model without a dense mlp": ("mlp.up_proj", ["o_proj"], {"paths": ("mlp.experts",)}, "no such layer"),
+    "experts not served": ("mlp.experts.3.w1", ["o_proj"], {"paths": ("mlp.experts",)}, "add it to adapters.targets"),
+    "a model without experts": ("mlp.experts.3.up_proj", ["o_proj"], {}, "its model has no such layer"),
+    "experts of other names": ("mlp.experts.3.fc1", kit.MOE, {}, "mlp.experts.*.down_proj: its model has no such"),
+    "more experts": ("mlp.experts.4.up_proj", kit.MOE, {}, "its layers have 4 experts, numbered from 0"),
+    "experts of other shapes": ("mlp.experts", kit.MOE, {}, "no rank gives factors of [4, 4] and [4, 4]"),
+}
+
+
+@pytest.mark.parametrize(("path", "targets", "model", "hint"), HINTS.values(), ids=HINTS)
+def test_what_helps_depends_on_what_the_model_has(path, targets, model, hint, tmp_path):
+    tensors = pair(f"{ROOT}layers.0.{path}", (4, 4), (4, 4))
+    kit.write(tmp_path, tensors, target_modules=None, target_parameters=["mlp.experts.down_proj"])
+    text = refusal(tmp_path, dataclasses.replace(kit.layout(targets), **model))
+    assert hint in text and f"layers.0.{path}.lora_A.weight" in text
+    hints = ("add it to", "its model has no such layer", "numbered from 0", "no rank gives")
+    assert sum(text.count(other) for other in hints) == 1
+
+
 def test_nothing_effective_is_an_error(tmp_path):
     assert "holds no LoRA tensors" in refusal(kit.write(tmp_path / "empty", {}))
     text = refusal(
         kit.write(tmp_path / "down", kit.factors("down_proj"), target_modules=["down_proj"]), kit.layout(["qkv_proj"])
     )
-    assert "mlp.down_proj fits no module of package small, which has qkv_proj: add it to adapters.targets" in text
+    assert "mlp.down_proj fits no module of package small, which serves q_proj, k_proj, v_proj: add it to" in text
     assert "untrained" in refusal(kit.write(tmp_path / "zero", kit.factors("q_proj", "v_proj", fill=0.0)))
     assert "untrained" in refusal(kit.write(tmp_path / "alpha", kit.factors("q_proj", "v_proj"), lora_alpha=0))
 

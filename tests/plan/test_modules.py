@@ -84,6 +84,20 @@ def test_every_preset(name):
                 )  # fmt: skip
 
 
+def test_paths_are_those_of_the_checkpoint():
+    """Of everything in the model, served or not; layers that are stored as one have one path."""
+    adapters = {"slots": 2, "max_rank": 16, "targets": ["o_proj"]}
+    plans = {
+        name: kit.plan_of(kit.spec_data(model={"preset": name}, adapters=adapters))
+        for name in ("llama-3.1-8b", "phi-4", "mixtral-8x7b")
+    }
+    paths = {name: set(plan.paths) - {"lm_head", "embed_tokens"} for name, plan in plans.items()}
+    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    assert paths["llama-3.1-8b"] == attention | {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    assert paths["phi-4"] == {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+    assert paths["mixtral-8x7b"] == attention | {"block_sparse_moe.experts"}
+
+
 def test_bytes_are_those_of_the_buffers():
     data = kit.spec_data(
         model={"preset": "llama-3.1-8b"}, dtype="bfloat16",

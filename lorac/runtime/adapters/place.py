@@ -8,7 +8,7 @@ from lorac.runtime.adapters.config import AdapterConfig
 from lorac.runtime.adapters.names import PREFIXES, Pair, Place, locate
 from lorac.runtime.adapters.problems import Problems
 from lorac.runtime.adapters.tensors import Header
-from lorac.runtime.expert_names import ExpertNames
+from lorac.runtime.expert_names import ExpertNames, paths_of
 from lorac.runtime.layout import Layout, Module
 
 # Projections that some checkpoints keep in one weight, by that weight's name; its adapters have one A for all parts.
@@ -49,7 +49,7 @@ def place_pairs(config: AdapterConfig, pairs: list[Pair], layout: Layout, proble
         elif at := sites.get((place.layer is None, place.path)):
             placed += _place_linear(config, pair, place, at, layout, problems)
         else:
-            problems.add(_homeless(experts.without_index(place.path), layout, names), pair.a.name)
+            problems.add(_homeless(pair, place, layout, names), pair.a.name)
     _check_clashes(placed, problems)
     if not placed and not problems.found:
         problems.add("it holds no LoRA tensors: nothing of it would take effect")
@@ -181,14 +181,36 @@ def _check_clashes(placed: list[Placement], problems: Problems) -> None:
         site[item.expert] = item
 
 
-def _homeless(path: str, layout: Layout, names: ExpertNames) -> str:
+def _homeless(pair: Pair, place: Place, layout: Layout, names: ExpertNames) -> str:
+    """Why no module of the package takes the pair, and what helps."""
+    path = experts.without_index(place.path)
     if names.modules and path in {f"{block.rpartition('.')[0]}.gate" for block in names.paths}:
         return (
             f"{path} is the router of the experts, which takes no LoRA here: train without it "
             "(PEFT's all-linear includes it: list target_modules and target_parameters instead)"
         )
-    served = ", ".join(module.name for module in layout.modules)
+    served = [part.path if module.experts else part.name for module in layout.modules for part in module.slices]
+    message = f"{path} fits no module of package {layout.name}, which serves {', '.join(dict.fromkeys(served))}: "
+    if names.modules and names.is_stack(place.path):
+        return (
+            f"{path} fits no module of package {layout.name}: no rank gives factors of {list(pair.a.shape)} and "
+            f"{list(pair.b.shape)} for all experts of one of its parameters; train it on the model of the package"
+        )
+    if names.modules and names.projection(place.path):
+        return f"{message}its layers have {names.modules[0].experts.count} experts, numbered from 0"
+    if _in_model(place.path, layout, names):
+        return f"{message}add it to adapters.targets of the spec and rebuild, or train without it"
     return (
-        f"{path} fits no module of package {layout.name}, which has {served}: "
-        "add it to adapters.targets of the spec and rebuild, or train without it"
+        f"{message}its model has no such layer; serve the adapter with a package of the model it was trained on "
+        "(where the model does have it, the paths under model in the spec are wrong)"
     )
+
+
+def _in_model(path: str, layout: Layout, names: ExpertNames) -> bool:
+    """Whether the package's model has the layer, alone, fused or in parts, though the package does not serve it."""
+    parent, _, name = path.rpartition(".")
+    others = [*_FUSED.get(name, ()), *(fused for fused, parts in _FUSED.items() if name in parts)]
+    known = {alias for stored in layout.paths for alias in paths_of(stored)}
+    if known.intersection([path, *(f"{parent}.{other}" for other in others)]):
+        return True
+    return not names.modules and any(path.startswith(f"{block}.") for block in known)
