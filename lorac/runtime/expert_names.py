@@ -8,17 +8,20 @@ from lorac.runtime.layout import Module
 ROLES = ("gate", "up", "down")
 # One block under the names that checkpoints, and transformers since version 5, have given it.
 _BLOCKS = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts")
-# What the projections of such blocks are called, in whatever block; transformers since version 5 has the last form.
-KNOWN_ROLES = {
-    "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
-    "w1": ("gate",), "w3": ("up",), "w2": ("down",),
-    "gate_up_proj": ("gate", "up"),
-}  # fmt: skip
+# Gate, up and down of such blocks, in whatever block; transformers since version 5 has the last form.
+_NAMINGS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("gate_up_proj", "gate_up_proj", "down_proj"),
+)
 
 
 def roles_by_name(names: Sequence[str], roles: Sequence[str] = ROLES) -> dict[str, tuple[str, ...]]:
     """What each name stands for, of names in the order of `roles`: a weight of two roles is named twice."""
     return {name: tuple(role for other, role in zip(names, roles, strict=True) if other == name) for name in names}
+
+
+KNOWN_ROLES = {name: roles for naming in _NAMINGS for name, roles in roles_by_name(naming).items()}
 
 
 def paths_of(path: str) -> tuple[str, ...]:
@@ -35,7 +38,9 @@ class ExpertNames:
         own: dict[str, tuple[str, ...]] = {}
         for module in self.modules:
             own |= roles_by_name(module.experts.names, [part.name for part in module.slices])
-        self.roles = {**KNOWN_ROLES, **own} if set(own) <= set(KNOWN_ROLES) else own
+        known = set(own) <= set(KNOWN_ROLES)
+        self.roles = {**KNOWN_ROLES, **own} if known else own
+        self.namings = (tuple(own), *(_NAMINGS if known else ()))  # the spec's first
         block = "|".join(map(re.escape, self.paths))
         self._projection = re.compile(rf"(?:{block})(?:\.(0|[1-9][0-9]{{0,4}}))?\.({'|'.join(self.roles)})")
         self._stack = re.compile(rf"(?:{block})(?:\.base_layer)?")

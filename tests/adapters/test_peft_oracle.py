@@ -1,13 +1,17 @@
 """Adapters that PEFT itself made and saved: every delta equals what PEFT's own layers compute."""
 
+from dataclasses import replace
+
 import adapter_kit as kit
 import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from lorac.runtime.adapters import read_adapter
 from lorac.runtime.adapters.patterns import PatternTable, Targets
+from lorac.runtime.errors import AdapterError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about every unusual setting tried here
 COMMON = dict(
@@ -130,6 +134,69 @@ def test_expert_parameters(family, parameters, tmp_path):
     assert_same(kit.deltas(adapter), expected(wrapped, layout))
 
 
+def layout_of(family: str, **settings):
+    """A layout of the family's model, with paths as it has them."""
+    if family == "phi3":
+        layout = kit.layout()
+        fused = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+        return replace(layout, paths=(*fused, "lm_head", "embed_tokens"))
+    if family in ("llama", "tied"):
+        return kit.layout(tied=family == "tied", **settings)
+    gpt_oss = family == "gpt_oss"
+    return kit.layout((*kit.MOE, "lm_head"), transposed=gpt_oss, interleaved=gpt_oss, **settings)
+
+
+EVERYWHERE = [*LINEARS, "lm_head", "embed_tokens"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+SAVED = {
+    "plain": ("llama", dict(target_modules=["q_proj", "v_proj"])),
+    "everything": ("llama", dict(target_modules=EVERYWHERE)),
+    "names the model lacks": ("llama", dict(target_modules=["q_proj", "qkv_proj", "w1", "c_attn", "gate_up_proj"])),
+    "one layer": ("llama", dict(target_modules=[*LINEARS, "lm_head"], layers_to_transform=[1])),
+    "one module": ("llama", dict(target_modules=["model.layers.1.self_attn.q_proj", "k_proj"], layers_to_transform=0)),
+    "exclude": ("llama", dict(target_modules=EVERYWHERE, exclude_modules=["layers.0.self_attn.v_proj", "lm_head"])),
+    "exclude by regex": ("llama", dict(target_modules=LINEARS, exclude_modules=r".*layers\.1\.mlp\..*")),
+    "regex": ("llama", dict(target_modules=r".*\.layers\.(0\.self_attn|1\.mlp)\..*_proj|lm_head|.*embed_tokens")),
+    "regex from the start": ("llama", dict(target_modules=r"model\.layers\.\d+\.self_attn\.(q|o|qkv)_proj")),
+    "regex of other models": ("llama", dict(target_modules=r"language_model\.layers.*k_proj|model\.layers.*q_proj")),
+    "all-linear": ("llama", dict(target_modules="all-linear")),
+    "ranks": ("llama", dict(target_modules=LINEARS, rank_pattern={"q_proj": 2}, alpha_pattern={"layers.0": 3})),
+    "linear parameters": ("llama", dict(target_modules=["o_proj"], target_parameters=["mlp.down_proj.weight"])),
+    "fused": ("phi3", dict(target_modules=FUSED)),
+    "fused, of both kinds": ("phi3", dict(target_modules=[*LINEARS, "qkv_proj"])),
+    "fused, unfused names": ("phi3", dict(target_modules=LINEARS)),
+    "fused, one module": ("phi3", dict(target_modules=["qkv_proj"], layers_to_transform=[1])),
+    "tied": ("tied", dict(target_modules=["lm_head", "embed_tokens", "q_proj"])),
+    "tied, ensured": ("tied", dict(target_modules=["lm_head", "embed_tokens", "q_proj"], ensure_weight_tying=True)),
+    "tied, ensured, of one": ("tied", dict(target_modules=["lm_head"], ensure_weight_tying=True)),
+    "tied, ensured, by regex": ("tied", dict(target_modules=r".*v_proj|lm_head", ensure_weight_tying=True)),
+    "experts": ("qwen3_moe", dict(target_modules=["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])),
+    "experts, up": ("mixtral", dict(target_modules=["o_proj", "w1", "w3", "up_proj", "lm_head"])),
+    "experts, parameters": ("qwen3_moe", dict(
+        target_modules=["k_proj"], target_parameters=["experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"],
+        layers_to_transform=[0],
+    )),
+    "experts, interleaved": ("gpt_oss", dict(target_modules=[], target_parameters=["gate_up_proj", "down_proj"])),
+    "experts, not reached": ("gpt_oss", dict(target_modules=["q_proj", "up_proj", "gate_up_proj", "w2"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "settings"), SAVED.values(), ids=SAVED)
+def test_what_peft_saves_is_complete_and_less_is_not(family, settings, tmp_path):
+    """The file loads; without any one of its pairs, PEFT itself would find keys missing, and it is refused."""
+    CONFIGS["tied"] = lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=True)
+    trained(family, tmp_path, r=3, **settings)
+    layout = layout_of(family)
+    read_adapter(tmp_path, layout)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    modules = {name.split(".lora_")[0] for name in tensors if ".lora_" in name}
+    for module in sorted(modules):
+        save_file({name: value for name, value in tensors.items() if not name.startswith(f"{module}.lora_")}, path)
+        with pytest.raises(AdapterError):
+            read_adapter(tmp_path, layout)
+
+
 NAMES = [
     "model.layers.0.self_attn.q_proj", "model.layers.11.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head",
     "layers.3.mlp.gate_proj", "model.language_model.layers.2.self_attn.o_proj", "model.layers.1.mlp.experts.7.w1",
@@ -159,6 +226,7 @@ def test_patterns_choose_the_key_peft_chooses(name):
         dict(target_modules=r".*\.layers\.\d+\.(self_attn|mlp)\..*_proj", exclude_modules=r".*gate.*"),
         dict(target_modules=["q_proj", "w1", "o_proj"], layers_to_transform=[1, 2]),
         dict(target_modules=["q_proj", "w1"], layers_to_transform=1, layers_pattern="layers"),
+        dict(target_modules=["v_proj", "lm_head", "model.layers.1.mlp.down_proj"], layers_to_transform=[0]),
         dict(target_modules=["q_proj", "w1"], layers_to_transform=[0, 1], layers_pattern=["blocks", "layers"]),
     ],
 )

@@ -148,7 +148,9 @@ def stacked(rank: int, swapped: bool, transposed: bool = False) -> tuple[dict, t
     return tensors, *found
 
 
-PARAMETERS = dict(target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=2)
+PARAMETERS = dict(
+    target_modules=[], target_parameters=[f"layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")], r=2
+)
 
 
 @pytest.mark.parametrize("version", ["0.18.1", "0.19.1", None])
@@ -167,7 +169,7 @@ def test_both_conventions_of_expert_parameters(swapped, version, tmp_path):
 def test_square_experts_need_the_version(version, swapped, tmp_path):
     a, b = torch.randn(8, kit.HIDDEN), torch.randn(kit.HIDDEN, 8)
     name = "base_model.model.model.layers.0.mlp.experts.lora_{}.weight"
-    settings = {**PARAMETERS, "target_parameters": ["experts.down_proj"]}
+    settings = {**PARAMETERS, "target_parameters": ["layers.0.mlp.experts.down_proj"]}
     kit.write(tmp_path, {name.format("A"): a, name.format("B"): b}, **settings, lora_alpha=2, peft_version=version)
     layout = kit.layout(kit.MOE)
     down = layout.by_name["experts_down"]
@@ -218,9 +220,8 @@ def test_experts_one_by_one(names, parent, tmp_path):
 
 
 def test_only_some_experts_and_only_up(tmp_path):
-    kit.write(
-        tmp_path, per_expert(("up_proj",), experts=[1, 3]), r=2, target_modules=["up_proj"], layers_to_transform=[0]
-    )
+    targets = ["layers.0.mlp.experts.1.up_proj", "layers.0.mlp.experts.3.up_proj"]
+    kit.write(tmp_path, per_expert(("up_proj",), experts=[1, 3]), r=2, target_modules=targets)
     adapter = read_adapter(tmp_path, kit.layout(kit.MOE))
     tables = adapter.blocks[0].tables(adapter.buffer)
     assert [bool(tables.b[0, expert].any()) for expert in range(4)] == [False, True, False, True]

@@ -1,12 +1,14 @@
 """What must not be served: each refusal names the field or tensor, and what to do. Nothing is read half."""
 
 import dataclasses
+import itertools
 import json
 
 import adapter_kit as kit
 import pytest
 import torch
 
+from lorac.inspect import inspect_adapter
 from lorac.runtime.adapters import read_adapter
 from lorac.runtime.adapters.config import read_config
 from lorac.runtime.adapters.problems import Problems
@@ -230,11 +232,105 @@ def test_integers_are_no_weights(tmp_path):
 
 def test_a_file_of_a_smaller_model_is_refused_unless_it_says_so(tmp_path):
     tensors, layout = kit.factors("q_proj", "v_proj"), kit.layout(layers=5)
-    assert "no tensors for layers 2-4" in refusal(kit.write(tmp_path, tensors), layout)
-    assert "no tensors for layers 2-4" in refusal(kit.write(tmp_path, tensors, target_modules=r".*\.[qv]_proj"), layout)
-    assert "no tensors for layers 2," in refusal(kit.write(tmp_path, tensors, layers_to_transform=[0, 1, 2]), layout)
+    lost = "no tensors for layers 2-4 of 5"
+    text = refusal(kit.write(tmp_path, tensors), layout)
+    assert lost in text and "(self_attn.q_proj, self_attn.v_proj)" in text
+    assert lost in refusal(kit.write(tmp_path, tensors, target_modules=r".*\.[qv]_proj"), layout)
+    lost = "no tensors for layers 2 of 5"
+    assert lost in refusal(kit.write(tmp_path, tensors, layers_to_transform=[0, 1, 2]), layout)
     for allowed in (dict(layers_to_transform=[0, 1]), dict(exclude_modules=r".*layers\.[2-4]\..*")):
         read_adapter(kit.write(tmp_path, tensors, **allowed), layout)
+
+
+def lacking(tensors: dict, *parts: str) -> dict:
+    """The tensors without those whose name has one of the parts."""
+    return {name: value for name, value in tensors.items() if not any(part in name for part in parts)}
+
+
+INCOMPLETE = {  # what is lost: the config's settings, and what the error says
+    ("layers.0.self_attn.q_proj",): ({}, "no tensors for modules of layers 0 that", "(self_attn.q_proj)"),
+    ("v_proj",): ({}, "no tensors for modules of layers 0-4 that", "(self_attn.v_proj)"),
+    ("layers.1.self_attn.v_proj", "layers.2.self_attn.v_proj"): ({}, "modules of layers 1-2 that", "v_proj)"),
+    ("layers.3.mlp.up_proj", "layers.3.self_attn.k_proj"): ({}, "of layers 3 that", "(self_attn.k_proj, mlp.up_proj)"),
+    ("layers.1", "layers.4.mlp.up_proj"): ({}, "no tensors for layers 1 of 5", "(mlp.up_proj)"),
+    ("lm_head",): ({}, "no tensors for modules that adapter_config.json selects", "(lm_head)"),
+    ("embed_tokens",): ({}, "no tensors for modules that adapter_config.json selects", "(embed_tokens)"),
+    ("layers.0", "layers.2.self_attn.q_proj", "layers.3", "layers.4", "embed_tokens"): (
+        {"layers_to_transform": [1, 2]}, "modules of layers 2 that", "(self_attn.q_proj)"
+    ),
+    ("layers.2.self_attn.q_proj", "lm_head"): (
+        {"target_modules": r".*\.[kquv][a-z]*_proj|.*\.embed_tokens"}, "modules of layers 2 that", "(self_attn.q_proj)"
+    ),
+    ("layers.2.mlp.up_proj",): ({"target_modules": "all-linear"}, "modules of layers 2 that", "(mlp.up_proj)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", INCOMPLETE, ids=str)
+def test_an_incomplete_file_is_refused_alike_on_every_rank(lost, tmp_path):
+    settings, *messages = INCOMPLETE[lost]
+    names = ("q_proj", "k_proj", "v_proj", "up_proj")
+    tensors = kit.factors(*names, layers=range(5)) | pair("base_model.model.lm_head", (4, 16), (kit.VOCAB, 4))
+    tensors[f"{ROOT}embed_tokens.lora_embedding_A"] = torch.randn(4, kit.VOCAB)
+    tensors[f"{ROOT}embed_tokens.lora_embedding_B"] = torch.randn(kit.HIDDEN, 4)
+    settings = {"target_modules": [*names, "lm_head", "embed_tokens"], **settings}
+    kit.write(tmp_path, lacking(tensors, *lost), **settings)
+    text = refusal(tmp_path, kit.layout(layers=5))
+    assert all(message in text for message in (*messages, "the file is incomplete", "save it again in full"))
+    report = inspect_adapter(tmp_path, kit.layout(layers=5))
+    assert report.refusals == (text,)
+    for rank in range(2):
+        with pytest.raises(AdapterError) as caught:
+            read_adapter(tmp_path, kit.layout(layers=5, tp=2), tp_rank=rank)
+        assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (["gate_proj", "up_proj", "down_proj"], ("gate_proj", "up_proj", "down_proj")),
+        (["w1", "w2", "w3", "gate_up_proj"], ("w1", "w3", "w2")),
+        (r".*\.experts\..*", ("gate_proj", "up_proj", "down_proj")),
+    ],
+    ids=str,
+)
+def test_every_expert_has_what_the_config_promises(targets, names, tmp_path):
+    """Of expert modules, as older models had them: a file without one pair is refused, on ranks without it too."""
+    tensors = {}
+    for layer, expert, name in itertools.product(range(2), range(4), names):
+        inside, out = (kit.INTER, kit.HIDDEN) if name == names[2] else (kit.HIDDEN, kit.INTER)
+        tensors |= pair(f"{ROOT}layers.{layer}.mlp.experts.{expert}.{name}", (4, inside), (out, 4))
+    kit.write(tmp_path, tensors, target_modules=targets)
+    read_adapter(tmp_path, kit.layout(kit.MOE))
+    for lost in (f"layers.1.mlp.experts.2.{names[0]}", f"layers.0.mlp.experts.0.{names[2]}"):
+        layer, _, path = lost.removeprefix("layers.").partition(".")
+        kit.write(tmp_path, lacking(tensors, lost), target_modules=targets)
+        for rank in range(2):
+            with pytest.raises(AdapterError) as caught:
+                read_adapter(tmp_path, kit.layout(kit.MOE, local=2), ep_rank=rank)
+            assert f"modules of layers {layer} that" in str(caught.value) and f"({path})" in str(caught.value)
+    kit.write(tmp_path, lacking(tensors, names[1]), target_modules=targets)
+    assert "of layers 0-1 that" in refusal(tmp_path, kit.layout(kit.MOE))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(target_modules=["q_proj", "v_proj", "qkv_proj", "down_proj_of_another_model", "c_attn"]),
+        dict(target_modules=["q_proj", "v_proj", "lm_head"], task_type="SEQ_CLS"),
+        dict(target_modules=r"language_model\.layers.*\.k_proj|model\..*\.[qv]_proj"),
+        dict(target_modules=["q_proj", "v_proj", "k_proj"], exclude_modules=["k_proj"]),
+        dict(target_modules=None),
+        dict(target_modules="all-linear"),
+    ],
+    ids=str,
+)
+def test_what_the_trained_model_may_not_have_had_is_no_promise(settings, tmp_path):
+    kit.write(tmp_path, kit.factors("q_proj", "v_proj"), **settings)
+    assert len(kit.deltas(read_adapter(tmp_path, kit.layout()))) == 4
+    experts = dict(target_modules=["q_proj", "v_proj", "gate_proj", "w1"])
+    kit.write(tmp_path, kit.factors("q_proj", "v_proj"), **experts)
+    layout = dataclasses.replace(kit.layout(kit.MOE), paths=("self_attn.q_proj", "self_attn.v_proj", "mlp.experts"))
+    assert len(kit.deltas(read_adapter(tmp_path, layout))) == 4
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], r".*\.q_proj", ["layers.0.self_attn.v_proj", "q_proj"]])
@@ -322,6 +418,8 @@ def test_tied_adapters_need_both_halves(parts, tmp_path):
     kit.write(tmp_path, tensors, target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)
     if parts == "embed_tokens":
         assert "ensure_weight_tying" in refusal(tmp_path, kit.layout(tied=True))
+    elif parts == "lm_head":
+        assert "(embed_tokens)" in refusal(tmp_path, kit.layout(tied=True))
     else:
         read_adapter(tmp_path, kit.layout(tied=True))
 

@@ -97,7 +97,8 @@ def test_one_pair_for_gate_and_up(form, factors, tmp_path):
         else:
             tensors |= {f"{key}shared.gate_up_proj.lora_A.weight": a[0]}
             tensors |= {f"{key}{expert}.gate_up_proj.lora_B.weight": own for expert, own in enumerate(b)}
-    kit.write(tmp_path, tensors, **SETTINGS, moe_parameterization="shared_outer")
+    settings = {**SETTINGS, "target_modules": ["gate_proj", "up_proj"]}
+    kit.write(tmp_path, tensors, **settings, moe_parameterization="shared_outer")
     ours = kit.deltas(read_adapter(tmp_path, kit.layout(kit.MOE, shared_outer=True)))
     for expert in range(COUNT):
         both = torch.cat([ours["experts_gate_up", 1, role, expert] for role in ("gate", "up")])

@@ -294,7 +294,7 @@ def test_both_conventions_of_target_parameters_serve_alike(build, tmp_path, gene
         save_file(tensors[version], folder / "adapter_model.safetensors")
         config = {
             "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [], "peft_version": version,
-            "target_parameters": PARAMETERS,
+            "target_parameters": [f"layers.1.{parameter}" for parameter in PARAMETERS],
         }  # fmt: skip
         (folder / "adapter_config.json").write_text(json.dumps(config))
         slots.load(folder, name=version)

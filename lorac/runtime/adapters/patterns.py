@@ -95,7 +95,7 @@ class Targets:
         self.everything = isinstance(modules, str) and modules.lower() == "all-linear"
         self._modules = Pattern(modules) if isinstance(modules, str) else frozenset(modules)
         self._exclude = Pattern(exclude) if isinstance(exclude, str) and exclude else frozenset(exclude)
-        # PEFT applies layers_to_transform to lists only
+        # PEFT applies layers_to_transform to lists only, and there to entries that are tails of names
         self._layers = frozenset(layers) if layers and not isinstance(modules, str) else None
         named = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in layers_pattern]
         self._layer = [Pattern(text) for text in named or [r".*?\.[^.]*\.(?P<idx>\d+)\."]] if self._layers else []
@@ -106,7 +106,8 @@ class Targets:
             return False
         if not self.everything and not _among(self._modules, name):
             return False
-        return self._layers is None or self._layer_of(name) in self._layers
+        # a module listed by its whole name is meant in whatever layer: lm_head, which is in none
+        return self._layers is None or name in self._modules or self._layer_of(name) in self._layers
 
     def _layer_of(self, name: str) -> int | None:
         found = next(filter(None, (pattern.match(name) for pattern in self._layer)), None)

@@ -30,10 +30,15 @@ class Placement:
     expert: int | None = None  # of a pair that is one expert's
     stack: experts.Stack | None = None  # of a pair that holds all experts
 
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer; None outside of them."""
+        return self.module.layers[self.instance] if self.module.layers else None
+
 
 def place_pairs(config: AdapterConfig, pairs: list[Pair], layout: Layout, problems: Problems) -> list[Placement]:
     """Every pair's placements. Pairs that fit nowhere, shapes and ranks that do not fit, and clashes are problems."""
-    sites = _sites(layout)
+    sites = sites_of(layout)
     names = ExpertNames(layout.modules)
     swapped = experts.convention(config, pairs, names, problems)
     placed: list[Placement] = []
@@ -56,7 +61,7 @@ def place_pairs(config: AdapterConfig, pairs: list[Pair], layout: Layout, proble
     return placed
 
 
-def _sites(layout: Layout) -> dict[tuple[bool, str], list[Site]]:
+def sites_of(layout: Layout) -> dict[tuple[bool, str], list[Site]]:
     """The slices behind each path, in the order of B's rows: separate projections, fused modules, and known fusions.
 
     A key is (whether it stands outside the decoder layers, path).
