@@ -88,12 +88,12 @@ LAYOUT = Layout(
         ),
     ),
     paths=(
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "self_attn.o_proj",
-        "mlp.experts",
-        "lm_head",
         "embed_tokens",
+        "lm_head",
+        "mlp.experts",
+        "self_attn.k_proj",
+        "self_attn.o_proj",
+        "self_attn.q_proj",
+        "self_attn.v_proj",
     ),
 )

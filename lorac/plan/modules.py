@@ -42,7 +42,7 @@ def model_paths(shapes: Shapes) -> tuple[str, ...]:
     stored = {part: name for name, parts in shapes.fused if name in shapes.stored_fused for part in parts}
     paths = [_beside(linear, stored.get(linear.name)) for linear in shapes.linears]
     experts = [shapes.experts.path] if shapes.experts else []
-    return tuple(dict.fromkeys([*paths, *experts, "lm_head", "embed_tokens"]))
+    return tuple(sorted({*paths, *experts, "lm_head", "embed_tokens"}))
 
 
 def _beside(linear: Linear, name: str | None) -> str:

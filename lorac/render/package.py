@@ -11,6 +11,7 @@ from lorac.plan.kernels import block_of
 from lorac.plan.model import BackendPlan, KernelPlan, Launch, ModulePlan, Plan
 from lorac.render.environment import environment, render_template
 from lorac.render.names import attributes_read, check_names
+from lorac.runtime.load import FORMAT
 from lorac.runtime.room import SPAN, UNIT
 from lorac.spec.backend import declaration_path
 from lorac.spec.source import place, read_source
@@ -193,5 +194,5 @@ def _check_python(path: str, text: str) -> None:
 
 def _manifest(plan: Plan, files: dict[str, str], fingerprint: str) -> str:
     hashes = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())}
-    manifest = {"lorac": 1, "name": plan.name, "fingerprint": fingerprint, "plan": plan.digest(), "files": hashes}
+    manifest = {"lorac": FORMAT, "name": plan.name, "fingerprint": fingerprint, "plan": plan.digest(), "files": hashes}
     return json.dumps(manifest, indent=2) + "\n"

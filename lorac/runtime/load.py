@@ -15,7 +15,7 @@ from types import ModuleType
 
 from lorac.runtime.errors import PackageError
 
-FORMAT = 1
+FORMAT = 2  # of packages: what the runtime expects of their files
 
 
 def load(folder: str | Path) -> ModuleType:
