@@ -19,6 +19,7 @@ from lorac.verify.check import filled_slots
 
 pytestmark = pytest.mark.gpu
 GENERATED = Path(__file__).parents[2] / "generated"
+TRIES = 3  # another process may have the GPU just while a program is late
 LATE = 2_000_000  # nanoseconds: more than each of the chains takes
 # chain of launches, phase, rows, variant
 OVERLAPPING = [
@@ -251,6 +252,11 @@ def test_without_waits_a_kernel_that_stores_late_is_seen(lingering, chain, seed,
     # without them is an illegal instruction. So they stay as they are, or come late as a whole.
     for name in sorted(set(captured.launched(monkeypatch, tables=True)[:-1])):
         late = name.startswith("align")
-        # every fourth program: the others leave room for the next launch on each multiprocessor
-        out, expected, _ = captured.replay({name: LATE}, every=1 if late else 4, tables=not late)
-        assert expected.isfinite().all() and not torch.equal(out, expected), f"a late {name} is not seen"
+        for _ in range(TRIES):
+            # every fourth program: the others leave room for the next launch on each multiprocessor
+            out, expected, _ = captured.replay({name: LATE}, every=1 if late else 4, tables=not late)
+            assert expected.isfinite().all()
+            if not torch.equal(out, expected):
+                break
+        else:
+            pytest.fail(f"a late {name} is not seen")
