@@ -1,4 +1,4 @@
-"""Lists in arguments: values with commas between them."""
+"""Numbers in arguments, and lists: values with commas between them."""
 
 import argparse
 
@@ -6,6 +6,14 @@ import argparse
 def names(text: str) -> list[str]:
     """`a,b` as ["a", "b"]."""
     return [name for name in text.split(",") if name]
+
+
+def count(text: str) -> int:
+    """A whole number from 1. Raises ArgumentTypeError for anything below, ValueError for no number."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return number
 
 
 def sizes(text: str) -> list[int]:

@@ -28,6 +28,7 @@ class Report:
     errors: dict[tuple[str, str], float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """A table of modules by backend, then the failures."""
@@ -35,6 +36,7 @@ class Report:
         for (backend, module), count in self.checks.items():
             lines.append(f"{backend:<12} {module:<16} {count:>7} {self.errors[backend, module]:>12.2e}")
         lines += [f"{backend:<12} skipped: {reason}" for backend, reason in self.skipped.items()]
+        lines += [f"left out: {what}" for what in self.left_out]
         lines += [f"FAILED {failure}" for failure in self.failures]
         total = sum(self.checks.values())
         lines.append(f"{total} checks, {len(self.failures)} failed")
@@ -49,13 +51,16 @@ def verify(
     seed: int = 0,
     show: Callable[[float, str], None] = lambda share, words: None,
 ) -> Report:
-    """Check a package on the device there is. Raises PackageError where no backend can run there.
+    """Check a package on the device there is.
 
-    `most_rows` leaves larger batches out; on a CPU 16 unless stated, for Triton's interpreter is slow.
+    `most_rows` leaves larger batches out; on a CPU 16 unless stated, for Triton's interpreter is slow. Raises
+    PackageError where there is no such device, where nothing of the package is checked on it, and where its code fails.
     """
     package = load(folder)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    most = most_rows or (1 << 30 if device == "cuda" else 16)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PackageError("there is no CUDA device here; leave --device out, or name cpu")
+    most = (1 << 30 if device == "cuda" else 16) if most_rows is None else most_rows
     rng, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     layers = {
         module.name: sorted({*(module.layers[:1] or (0,)), *module.layers[-1:]}) for module in package.LAYOUT.modules
@@ -64,7 +69,10 @@ def verify(
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     report = Report(name, package.LAYOUT.dtype)
     steps = _steps(package, slots, backends or package.BACKENDS, device, report)
+    report.left_out = _left_out(package.admission, most)
     cases = _cases(package, most, rng)
+    if not cases:
+        raise PackageError(f"nothing is left to check: {'; '.join(report.left_out)}: allow more rows")
     total, done = len(steps) * len(cases), 0
     for step in steps:
         for case in cases:
@@ -74,6 +82,11 @@ def verify(
                     report.failures.append(_explain(step, case, package, module, layer, outcome, generator))
             done += 1
             show(done / total, f"{done} of {total} batches")
+    for step in steps:
+        if not any(backend == step.backend_name for backend, _ in report.checks):
+            report.skipped[step.backend_name] = "it serves no module of this package"
+    if not report.checks:
+        raise PackageError(f"nothing was checked: {_reasons(report)}")
     return report
 
 
@@ -125,9 +138,12 @@ def _steps(package, slots, backends, device: str, report: Report) -> list[Step]:
         else:
             steps.append(package.Step(slots, backend))
     if not steps:
-        reasons = "; ".join(f"{backend}: {reason}" for backend, reason in report.skipped.items())
-        raise PackageError(f"no backend of this package can run on {device}: {reasons}")
+        raise PackageError(f"no backend of this package can run on {device}: {_reasons(report)}")
     return steps
+
+
+def _reasons(report: Report) -> str:
+    return "; ".join(f"{backend}: {reason}" for backend, reason in report.skipped.items())
 
 
 def _cases(package, most: int, rng: random.Random) -> list[Case]:
@@ -138,6 +154,17 @@ def _cases(package, most: int, rng: random.Random) -> list[Case]:
         *decode_cases(admission.DECODE_BUCKETS, slots, most, rng),
         *prefill_cases(admission.PREFILL_BUCKETS, slots, most, requests, rng),
     ]
+
+
+def _left_out(admission, most: int) -> list[str]:
+    """The buckets that no batch of up to `most` rows fills, in words."""
+    left_out = []
+    for phase, buckets in (("decode", admission.DECODE_BUCKETS), ("prefill", admission.PREFILL_BUCKETS)):
+        larger = [str(size) for size in buckets if size > most]
+        if larger:
+            names = f"bucket {larger[0]}" if len(larger) == 1 else f"buckets {larger[0]} to {larger[-1]}"
+            left_out.append(f"{phase} {names}, larger than --max-rows, which is {most}")
+    return left_out
 
 
 def _smallest(case: Case, run: Callable[[Case], Outcome], budget: int = 200) -> Case:

@@ -240,3 +240,47 @@ def test_a_reader_that_stops_early_is_no_error():
     command = f"{sys.executable} -m lorac explain {TINY} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def large(lorac, tmp_path):
+    """A package whose smallest bucket has 32 rows."""
+    small = "prefill:\n    mode: breakable\n    max_tokens: 64\n    max_requests: 4"
+    prefill = f"{small} -> prefill: {{max_tokens: 64, buckets: [40]}}"
+    lorac("build", copy_of_tiny(tmp_path, decode="buckets: [1, 2, 4, 8] -> buckets: [32, 64]", prefill=prefill))
+    return tmp_path / "generated" / "tiny"
+
+
+def test_verify_names_the_buckets_it_leaves_out(lorac, large):
+    status, out, err = lorac("verify", large, "--backend", "torch", "--device", "cpu", "--max-rows", 39)
+    assert (status, err) == (0, "") and re.search(r"\ntorch +o_proj +[1-9]\d* ", out)
+    left_out = [line for line in out.splitlines() if line.startswith("left out: ")]
+    assert left_out == [
+        "left out: decode bucket 64, larger than --max-rows, which is 39",
+        "left out: prefill buckets 40 to 64, larger than --max-rows, which is 39",
+    ]
+
+
+def test_verify_without_a_check_fails(lorac, large):
+    status, out, err = lorac("verify", large, "--device", "cpu")
+    assert (status, out) == (2, "") and err.startswith("nothing is left to check: ")
+    assert "decode buckets 32 to 64, larger than --max-rows, which is 16" in err
+
+
+@pytest.mark.parametrize("rows", ["0", "-3", "many"])
+def test_verify_refuses_numbers_of_no_rows(lorac, tmp_path, rows):
+    status, out, err = lorac("verify", tmp_path, f"--max-rows={rows}")
+    assert (status, out) == (2, "") and "argument --max-rows: " in err
+
+
+def test_verify_refuses_devices_there_are_none_of(lorac, monkeypatch):
+    assert lorac("verify", ROOT / "generated" / "tiny", "--device", "gpu")[0] == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, _, err = lorac("verify", ROOT / "generated" / "tiny", "--device", "cuda")
+    assert (status, err) == (2, "there is no CUDA device here; leave --device out, or name cpu\n")
+
+
+def test_verify_wants_a_package_not_its_spec(lorac):
+    status, _, err = lorac("verify", TINY)
+    assert status == 2
+    assert err == f"{TINY} is a file, not the folder of a package; `lorac build SPEC` makes one of a spec\n"
