@@ -43,6 +43,8 @@ def load(folder: str | Path) -> ModuleType:
 def _read(folder: Path) -> tuple[dict[str, str], str]:
     """Texts by path, and a digest of them and of the place, from one reading of every file."""
     mend = "build it again with `lorac build`"
+    if folder.is_file():
+        raise PackageError(f"{folder} is a file, not the folder of a package; `lorac build SPEC` makes one of a spec")
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         files = manifest["files"]
