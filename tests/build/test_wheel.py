@@ -49,6 +49,13 @@ def test_it_knows_every_preset(site, tmp_path):
     assert presets == sorted(path.stem for path in (ROOT / "lorac" / "spec" / "presets").glob("*.json"))
 
 
+def test_it_requires_what_triton_s_interpreter_imports(site):
+    """Triton does not require it, so an installation would have it by luck alone."""
+    (metadata,) = site.glob("*.dist-info/METADATA")
+    required = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist: ")]
+    assert any(line.startswith("Requires-Dist: numpy") and "extra ==" not in line for line in required)
+
+
 def test_it_holds_nothing_else(site):
     tops = {path.name for path in site.iterdir()}
     assert {name for name in tops if not name.endswith(".dist-info")} == {"lorac"}
