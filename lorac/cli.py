@@ -7,9 +7,11 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 
 from lorac import __version__
-from lorac.errors import LoracError
+from lorac.errors import LoracError, OutputError
 from lorac.runtime.errors import RuntimeFault
 
 COMMANDS = {
@@ -41,12 +43,46 @@ def main(arguments: list[str] | None = None) -> int:
             command.set_defaults(run=module.run)
     parsed = parser.parse_args(arguments)
     try:
-        return parsed.run(parsed)
+        with redirect_stdout(_Output(sys.stdout)):
+            status = parsed.run(parsed)
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        _abandon_output()
+        return 0
     except (LoracError, RuntimeFault) as error:
+        if isinstance(error, OutputError):
+            _abandon_output()
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough; Python would complain again at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+class _Output:
+    """A text stream whose failures are told from those of files: a full disk raises OutputError."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._tried(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._tried(self._stream.flush)
+
+    def _tried(self, do: Callable, *arguments):
+        try:
+            return do(*arguments)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(f"standard output cannot be written: {error.strerror}") from None
+
+
+def _abandon_output() -> None:
+    """Python would complain again at its exit, of what is still in the buffer."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

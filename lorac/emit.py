@@ -57,7 +57,10 @@ def emit(files: dict[str, str], folder: Path, force: bool = False) -> Changes:
 
 
 def check(files: dict[str, str], folder: Path) -> list[Row]:
-    """How the folder differs from `files`: CHANGED, MISSING, or EXTRA: owned by its manifest, and not in `files`."""
+    """How the folder differs from `files`: CHANGED, MISSING, or EXTRA: owned by its manifest, and not in `files`.
+
+    Raises BuildError for a file that cannot be read.
+    """
     rows = []
     for path, text in files.items():
         content = _content(folder / path)
@@ -68,11 +71,12 @@ def check(files: dict[str, str], folder: Path) -> list[Row]:
 
 
 def diff(files: dict[str, str], folder: Path) -> str:
-    """What a build would change, as a unified diff with paths inside the package."""
+    """What a build would change, as a unified diff with paths that begin with the package's name."""
     parts = []
     for kind, path in check(files, folder):
         before = "" if kind == MISSING else (_content(folder / path) or b"").decode(errors="replace")
-        names = "/dev/null" if kind == MISSING else f"a/{path}", "/dev/null" if kind == EXTRA else f"b/{path}"
+        place = f"{folder.name}/{path}"
+        names = "/dev/null" if kind == MISSING else f"a/{place}", "/dev/null" if kind == EXTRA else f"b/{place}"
         after = files.get(path, "")
         for line in difflib.unified_diff(before.splitlines(True), after.splitlines(True), *names):
             parts.append(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n")
@@ -121,14 +125,15 @@ def _is_inside(path: str) -> bool:
 
 def _content(file: Path) -> bytes | None:
     """A file's bytes, None where there is none. A link or a folder counts as content lorac has never written."""
-    if file.is_symlink():
-        return b"link to " + os.fsencode(os.readlink(file))
-    if file.is_dir():
-        return b"folder"
     try:
-        return file.read_bytes()
+        if file.is_symlink():
+            return b"link to " + os.fsencode(os.readlink(file))
+        return b"folder" if file.is_dir() else file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        hint = "make it readable, or remove it and build again"
+        raise BuildError(f"{file} cannot be read: {error.strerror}; {hint}") from None
 
 
 def _stage(files: dict[str, str], folder: Path, staged: Path, rewritten: set[str]) -> None:

@@ -48,6 +48,10 @@ class SpecError(LoracError):
         super().__init__(format_problems(self.problems))
 
 
+class OutputError(LoracError):
+    """Standard output that takes no more."""
+
+
 class BuildError(LoracError):
     """A package that cannot be rendered or written; the old one, if any, is untouched."""
 

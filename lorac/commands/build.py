@@ -104,6 +104,8 @@ def _look(spec: Path, files: dict[str, str], folder: Path, args: argparse.Namesp
     command = ["lorac", "build", str(spec)]
     command += ["--output", str(args.output)] if args.output != Path("generated") else []
     command += ["--force"] if edited_files(rows, folder) else []
+    if rows == [(MISSING, path) for path in files]:
+        rows = [(MISSING, "")]
     says = {MISSING: "is not there", EXTRA: "is no longer generated"}
     return [
         Problem(

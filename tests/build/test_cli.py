@@ -1,9 +1,12 @@
 """The command line: exit statuses, formats, and output that is plain where nobody watches."""
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +98,28 @@ def test_check_names_differences_and_the_command_that_mends_them(lorac, tmp_path
     assert lorac("build", TINY, "--check")[0] == 0
 
 
+def test_check_says_once_that_a_package_is_not_there(lorac, tmp_path):
+    line = f"generated/tiny: MISSING: is not there\n  hint: run lorac build {TINY}\n"
+    assert lorac("build", TINY, "--check") == (1, line, "")
+    (tmp_path / "generated" / "tiny").mkdir(parents=True)
+    assert lorac("build", TINY, "--check") == (1, line, "")
+
+
+@pytest.mark.parametrize("option", ["--check", "--diff", "--dry-run"])
+def test_a_file_that_cannot_be_read_is_named(lorac, monkeypatch, option):
+    lorac("build", TINY)
+    read = Path.read_bytes
+
+    def refusing(path: Path) -> bytes:
+        if path.name == "layout.py" and "generated" in path.parts:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refusing)
+    status, out, err = lorac("build", TINY, option)
+    assert (status, out) == (2, "") and "generated/tiny/layout.py cannot be read: Permission denied; make it" in err
+
+
 def test_hand_edits_are_refused(lorac, tmp_path):
     lorac("build", TINY)
     (tmp_path / "generated" / "tiny" / "layout.py").write_text("by hand")
@@ -107,7 +132,7 @@ def test_hand_edits_are_refused(lorac, tmp_path):
 
 def test_diff_and_dry_run_write_nothing(lorac, tmp_path):
     status, out, _ = lorac("build", TINY, "--diff")
-    assert status == 0 and "--- /dev/null\n+++ b/layout.py\n" in out
+    assert status == 0 and "--- /dev/null\n+++ b/tiny/layout.py\n" in out
     assert "would write generated/tiny/layout.py\n" in lorac("build", TINY, "--dry-run")[1]
     assert not (tmp_path / "generated").exists()
     lorac("build", TINY)
@@ -240,6 +265,20 @@ def test_a_reader_that_stops_early_is_no_error():
     command = f"{sys.executable} -m lorac explain {TINY} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", [["explain"], ["build", "--diff"], ["build", "--dry-run"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_told_in_a_line(tmp_path, command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lorac", *command, str(TINY)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (2, "standard output cannot be written: No space left on device\n")
 
 
 @pytest.fixture

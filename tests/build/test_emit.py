@@ -160,7 +160,7 @@ def test_check_and_diff_tell_the_differences(folder):
     before = tree(folder)
     patch = diff(package(1), folder)
     (folder.parent / "patch").write_text(patch)
-    subprocess.run(["git", "apply", "../patch"], cwd=folder, check=True)  # an independent reader of unified diffs
+    subprocess.run(["git", "apply", "patch"], cwd=folder.parent, check=True)  # an independent reader of unified diffs
     assert tree(folder) == package(1) != before
 
 
