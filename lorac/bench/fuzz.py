@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from lorac.bench.adapters import CONFIG, WEIGHTS, write_adapter
+from lorac.bench.given import given_package
 from lorac.runtime.errors import AdapterError
-from lorac.runtime.load import load
 
 _LIMIT = 10.0  # seconds after which a read counts as hung
 _TABLES_EVERY = 500  # mutations after which all tables are compared, beside the generations after each
@@ -117,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as root:
-        outcomes, slowest, wrong = fuzz(load(given.package), given.count, given.seed, Path(root))
+        outcomes, slowest, wrong = fuzz(given_package(given.package), given.count, given.seed, Path(root))
     listed = ", ".join(f"{outcome} {number}" for outcome, number in sorted(outcomes.items()))
     print(f"{given.count} mutations in {time.perf_counter() - started:.0f} s: {listed}; slowest {slowest * 1e3:.0f} ms")
     print("\n".join(wrong) or "nothing else happened")

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-import lorac
+from lorac.bench.given import given_package
 from lorac.bench.llama import DecodeForward, Llama, PrefillForward, filled_slots
 from lorac.bench.steps import serve_steps
 from lorac.bench.timing import capture, interleaved
@@ -210,7 +210,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the package has, for a quick look")
     parser.add_argument("--out", help="write the table as JSON")
     arguments = parser.parse_args()
-    package = lorac.load(arguments.package)
+    package = given_package(arguments.package)
+    if not torch.cuda.is_available():
+        parser.error("graphs are measured on a GPU, and there is none")
     backends = arguments.backend or list(package.BACKENDS)
     bench = Bench(package, backends, layers=arguments.layers)
     print(f"{torch.cuda.get_device_name()}, {package.LAYOUT.name}, {', '.join(backends)}, {bench.model.layers} layers")

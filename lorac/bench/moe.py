@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 import torch
 
 from lorac import reference
+from lorac.bench.given import given_package
 from lorac.bench.moe_base import PlainMoe
 from lorac.bench.timing import capture, interleaved
-from lorac.runtime.load import load
 from lorac.tables import table
 from lorac.verify.slots import numbered
 
@@ -227,7 +226,7 @@ def report(rows: list[Row], prefills: list[tuple]) -> str:
 
 def main() -> None:
     """Print the tables of a package's first backend."""
-    package = load(Path(sys.argv[1]))
+    package = given_package(sys.argv[1])
     backend = package.BACKENDS[0]
     work = Workload(package)
     rows = [measure(work, count, backend) for count in ROWS]

@@ -21,6 +21,7 @@ from types import ModuleType
 
 import torch
 
+from lorac.bench.given import given_package
 from lorac.runtime.load import load
 from lorac.runtime.package import backend_module
 from lorac.verify.cases import Case
@@ -152,7 +153,7 @@ def main() -> int:
     args = parser.parse_args()
     for folder in args.packages:
         started = time.perf_counter()
-        run(load(folder), args.initcheck)
+        run(given_package(folder), args.initcheck)
         torch.cuda.synchronize()
         print(f"{folder.name} by itself: {time.perf_counter() - started:.0f} s", flush=True)
     if args.plain:

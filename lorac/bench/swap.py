@@ -19,8 +19,8 @@ from types import ModuleType
 import torch
 
 from lorac.bench.adapters import write_adapter
+from lorac.bench.given import given_package
 from lorac.bench.llama import DecodeForward, Llama
-from lorac.runtime.load import load
 
 SWAP_MS, REPLAY_RATIO = 3.0, 1.1  # what is to be reached
 _AHEAD = 1  # steps the host may run ahead of the device
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     parser.add_argument("--swaps", type=int, default=50)
     arguments = parser.parse_args()
-    package = load(arguments.package)
+    package = given_package(arguments.package)
     backend = arguments.backend or package.BACKENDS[0]
     with tempfile.TemporaryDirectory() as root:
         decoder = Decoder(

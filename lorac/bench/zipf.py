@@ -23,8 +23,8 @@ from types import ModuleType
 import torch
 
 from lorac.bench.adapters import delta, write_adapter
+from lorac.bench.given import given_package
 from lorac.bench.workload import TOLERANCE
-from lorac.runtime.load import load
 
 _BASE_SHARE = 0.1  # of rows without an adapter
 _CACHED_SHARE = 0.4  # of the adapters' bytes that the host may keep
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=25, help="steps of which one is compared, beside the first")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    package = load(given.package)
+    package = given_package(given.package)
     backend = given.backend or package.BACKENDS[0]
     with tempfile.TemporaryDirectory() as root:
         server = Server(package, backend, given.device, given.adapters, Path(root), given.seed)

@@ -2,7 +2,7 @@
 
     python -m lorac.integrations.example
 
-A random model and random adapters stand for yours. Needs peft and transformers.
+A random model and random adapters stand for yours. Needs peft and transformers, which lorac's extra `test` installs.
 """
 
 import copy
@@ -11,8 +11,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+
+try:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError as error:
+    raise SystemExit(f"the example needs {error.name}, which is not installed: pip install -e '.[test]'") from None
 
 import lorac
 from lorac.compile import compile_spec

@@ -1,5 +1,7 @@
 """The benches of adapters that are swapped while steps run, on the CPU: what they report, not how fast."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,13 @@ def test_an_adapter_is_swapped_while_others_decode(build, tmp_path):
     assert [resident.name for resident in decoder.slots.adapters()][:2] == ["resident0", "resident1"]
     assert decoder.slots.adapters()[-1].name in decoder.turns
     assert found["swap_ms"]["median"] > 0 and torch.isfinite(torch.tensor(found["replay_ratio"]))
+
+
+@pytest.mark.parametrize("bench", ["fuzz", "graphs", "moe", "sanitize", "swap", "zipf"])
+def test_a_bench_without_its_package_says_so_in_a_line(monkeypatch, capsys, tmp_path, bench):
+    module = importlib.import_module(f"lorac.bench.{bench}")
+    monkeypatch.setattr(sys, "argv", [bench, str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path}/none is no generated package: it has no manifest.json; ")

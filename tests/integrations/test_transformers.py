@@ -1,6 +1,8 @@
 """Models of each family served with adapters per row: PEFT, adapter by adapter, is the oracle."""
 
 import copy
+import runpy
+import sys
 from dataclasses import replace
 
 import model_kit as kit
@@ -234,3 +236,9 @@ def test_the_example_tells_what_peft_says(capsys):
     out = capsys.readouterr().out
     assert out.count("as PEFT") == 6 and "NOT" not in out
     assert out.count("not as the base model") == 4
+
+
+def test_the_example_names_what_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(SystemExit, match=r"needs peft, which is not installed: pip install -e '\.\[test\]'"):
+        runpy.run_path(example.__file__)
