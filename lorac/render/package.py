@@ -132,9 +132,6 @@ def launch_row(kernel: KernelPlan, launch: Launch) -> tuple:
     bounds = {"RANK": launch.rank, "ACTIVE": block_of(launch.adapters, 1) if launch.adapters > 0 else 0}
     options = {"PDL": int(launch.pdl), "STAGES": launch.stages, "WHOLE": int(launch.whole)}
     values = dict(launch.tile) | bounds | options
-    missing = [name for name in kernel.constants if name not in values]
-    if missing:
-        raise BuildError(f"kernel {kernel.name}: its tiles give no value for {', '.join(missing)}")
     constants = (values[name] for name in kernel.constants)
     return (launch.rows, launch.rank, launch.adapters, launch.warps, launch.stages, launch.pdl, *constants)
 

@@ -3,9 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 Identifier = Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,60}$")]
+# what a kernel is passed, as the runtime names it: a pointer, a number, or tiles of a tensor by descriptor
+_ELEMENT = "(dtype|fp32|fp16|bf16|i32|i64)"
+ARGUMENT = rf"^(\*{_ELEMENT}|i32|i64|fp32|tile<{_ELEMENT}>\[[A-Za-z0-9_]+, [A-Za-z0-9_]+\])$"
+ArgumentType = Annotated[StrictStr, Field(pattern=ARGUMENT)]
+# constants that no tile states: the variant's bounds, the tile's launch options, and what follows from its sizes
+GIVEN = frozenset({"RANK", "ACTIVE", "PDL", "STAGES", "WHOLE"})
 TemplatePath = Annotated[StrictStr, Field(pattern=r"^[a-z0-9_]+(/[a-z0-9_]+)*\.py\.jinja$")]
 
 
@@ -74,7 +80,7 @@ class Kernel(_Declared):
         ("linear", "lm_head"), description="kinds of module it serves"
     )
     modules: tuple[Identifier, ...] = Field((), description="the only modules it serves; empty: all of its kinds")
-    arguments: dict[Identifier, StrictStr] = Field(
+    arguments: dict[Identifier, ArgumentType] = Field(
         description="arguments in order: name to type; *dtype is of the spec, tile<dtype>[ROWS, COLUMNS] taken in tiles"
     )
     constants: tuple[Identifier, ...] = Field(
@@ -123,16 +129,15 @@ class Kernel(_Declared):
     )
     tiles: tuple[Tile, ...] = Field(min_length=1, description="launch configurations; the last serves everything")
 
-    @model_validator(mode="after")
-    def _sums_alike(self) -> "Kernel":
-        alike = [tile.sizes for tile in self.tiles if not tile.adapters]
-        for tile in self.tiles if self.base else ():
-            if tile.adapters and (tile.library or tile.sizes not in alike):
-                raise ValueError(
-                    f"a tile for {tile.adapters} adapters has sizes that none for any number has: base rows beside few "
-                    "adapters would have other bits than beside many; let it differ in warps, stages or pdl"
-                )
-        return self
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The constants that each tile states."""
+        return tuple(name for name in self.constants if name not in GIVEN and name not in self.follows)
+
+    @property
+    def blocks(self) -> set[str]:
+        """The sizes that are known to be of blocks, which in Triton are powers of two."""
+        return {*self.dims, *self.limits, *(block for pair in self.operands for block in pair)}
 
     @property
     def tiled(self) -> bool:

@@ -19,7 +19,7 @@ def read_described(path: Path, model: type[Described]) -> tuple[Source, Describe
     try:
         described = model.model_validate(source.data)
     except ValidationError as error:
-        found = problems_of(error, model)
+        found = problems_of(error, model, path.name)
         raise SpecError([*source.problems, *(source.place(problem) for problem in found)]) from None
     if source.problems:
         raise SpecError(list(source.problems))

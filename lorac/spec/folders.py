@@ -8,8 +8,10 @@ from lorac.errors import Problem, SpecError
 from lorac.resources import templates_folder
 
 from .backend import Declaration, declaration_path
+from .backend_rules import declaration_problems
 from .described import read_described
 from .load import SpecFile
+from .source import place
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ def find_folders(file: SpecFile) -> dict[str, BackendFolder]:
 
 def read_declaration(folder: Path) -> Declaration:
     """A folder's `backend.yaml`. Raises SpecError with its problems placed in that file."""
-    return read_described(declaration_path(folder), Declaration)[1]
+    source, declaration = read_described(declaration_path(folder), Declaration)
+    if problems := declaration_problems(declaration):
+        raise SpecError(place(problems, source))
+    return declaration
 
 
 def serving_experts() -> list[str]:

@@ -4,17 +4,16 @@ A table lies in `tuned/<name>.<gpu>.yaml` beside the spec `<name>` and serves it
 """
 
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from lorac.errors import Problem, SpecError
 
-from .backend import Declaration, Identifier, Kernel, Tile
+from .backend import Declaration, Identifier, Tile
 from .described import read_described
 from .load import SpecFile
 from .source import Source
-from .wording import nearest
+from .tiles import tile_problems, unknown
 
 FOLDER = "tuned"
 
@@ -79,58 +78,22 @@ def _check(table: Table, name: str, declarations: dict[str, Declaration]) -> lis
     for backend, stages in table.tiles.items():
         path = ("tiles", backend)
         if backend not in declarations:
-            problems.append(_unknown(f"the spec has no backend {backend}", path, list(declarations)))
+            problems.append(unknown(f"the spec has no backend {backend}", path, list(declarations)))
             continue
         kernels = declarations[backend].kernels
         for stage, tiles in stages.items():
             if stage not in kernels:
-                problems.append(_unknown(f"backend {backend} has no stage {stage}", (*path, stage), list(kernels)))
+                problems.append(unknown(f"backend {backend} has no stage {stage}", (*path, stage), list(kernels)))
                 continue
             for index, tile in enumerate(tiles):
                 place = (*path, stage, index)
-                problems += _check_tile(tile, kernels[stage], place)
-                if tile.library and not declarations[backend].may_leave(stage):
-                    problems.append(Problem(f"{stage} cannot leave anything to the library", (*place, "library")))
+                if kernels[stage].base and tile.adapters:
+                    problems.append(_few_adapters((*place, "adapters")))
+                else:
+                    problems += tile_problems(tile, declarations[backend], stage, place)
     return problems
 
 
-def _check_tile(tile: Tile, kernel: Kernel, path: tuple[str | int, ...]) -> list[Problem]:
-    """A tile has every size the kernel's declared tiles have, and no other; one left to the library has none."""
-    if kernel.base and tile.adapters:
-        message = "tiles of a kernel with the base are for any number of adapters, or base rows would have other bits"
-        return [Problem(message, (*path, "adapters"), expected="no bound by adapters", at_key=True)]
-    if tile.library:
-        said = [*tile.sizes, *(["fill"] if tile.fill else [])]
-        return [
-            Problem(f"{key} is said of a tile left to the library", (*path, key), expected="bounds alone", at_key=True)
-            for key in said
-        ]
-    known = sorted({size for declared in kernel.tiles for size in declared.sizes})
-    problems = [
-        _unknown(f"a tile of this stage has no {key}", (*path, key), known) for key in tile.sizes if key not in known
-    ]
-    problems += [
-        Problem(f"the tile lacks {name}", path, expected=", ".join(known)) for name in known if name not in tile.sizes
-    ]
-    if tile.fill and not {"BLOCK_M", "BLOCK_N"}.issubset(known):
-        message = "fill counts programs by BLOCK_M and BLOCK_N, which tiles of this stage lack"
-        problems.append(Problem(message, (*path, "fill"), at_key=True))
-    blocks = {*kernel.dims, *kernel.limits, *(block for pair in kernel.operands for block in pair)}
-    for name, size in tile.sizes.items():
-        least = min(1, *(declared.sizes.get(name, 1) for declared in kernel.tiles))  # 0 where a tile may go without
-        right = _power_of_two(size) if name in blocks else type(size) is int and size >= least
-        if name in known and not right:
-            expected = "a power of two" if name in blocks else f"a whole number from {least}"
-            problems.append(Problem(f"{name} must be {expected}, not {size}", (*path, name), expected=expected))
-        elif name in kernel.limits and not kernel.limits[name][0] <= size <= kernel.limits[name][1]:
-            expected = "from {} to {}".format(*kernel.limits[name])
-            problems.append(Problem(f"{name} must be {expected}, not {size}", (*path, name), expected=expected))
-    return problems
-
-
-def _power_of_two(value: Any) -> bool:
-    return type(value) is int and value > 0 and value & (value - 1) == 0
-
-
-def _unknown(message: str, path: tuple[str | int, ...], known: list[str]) -> Problem:
-    return Problem(message, path, expected=", ".join(known), hint=nearest(path[-1], known), at_key=True)
+def _few_adapters(path: tuple[str | int, ...]) -> Problem:
+    message = "tiles of a kernel with the base are for any number of adapters, or base rows would have other bits"
+    return Problem(message, path, expected="no bound by adapters", at_key=True)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from lorac.errors import Problem
 
+from .backend import ARGUMENT
 from .model_schema import DOTTED_PATH, LAYER_NAME
 from .schema import CARDS, IDENTIFIER
 
@@ -16,6 +17,8 @@ _PATTERNS = {
     IDENTIFIER: "a name of at most 41 lower-case letters, digits and _, beginning with a letter",
     LAYER_NAME: "a name of at most 61 lower-case letters, digits and _, beginning with a letter",
     DOTTED_PATH: "names joined by dots",
+    ARGUMENT: "*ELEMENT (a pointer), i32, i64 or fp32 (a number), or tile<ELEMENT>[ROWS, COLUMNS]; "
+    "ELEMENT is dtype, fp32, fp16, bf16, i32 or i64",
 }
 _KINDS = {
     "integer": "a whole number",
@@ -32,11 +35,12 @@ Path = tuple[str | int, ...]
 Node = dict[str, Any]
 
 
-def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Every finding."""
+def problems_of(error: ValidationError, model: type[BaseModel], whole: str = "the spec") -> list[Problem]:
+    """Every finding; messages call what was read `whole`."""
     schema = _schema(model)
-    items = error.errors(include_url=False)
-    found = [_problem(item, schema) for item in items]
+    # pydantic counts the items of a list that are valid: one that is not is told by itself
+    items = [item for item in error.errors(include_url=False) if not _is_long_enough(item)]
+    found = [_problem(item, schema, whole) for item in items]
     meant = {(*problem.path[:-1], problem.hint[len(_MEANT) : -1]) for problem in found if _MEANT in problem.hint}
     # A misspelt key is reported once, not again as the key that it leaves missing
     kinds = [item["type"] for item in items]
@@ -49,10 +53,10 @@ def nearest(word: Any, known: list[str]) -> str:
     return f"{_MEANT}{match[0]}?" if match else ""
 
 
-def label(path: Path) -> str:
-    """How messages name a place: the last key, and the index of a list's item."""
+def label(path: Path, whole: str) -> str:
+    """How messages name a place: the last key, and the index of a list's item; without a key, the `whole`."""
     if not path:
-        return "the spec"
+        return whole
     if isinstance(path[-1], int) and len(path) > 1 and isinstance(path[-2], str):
         return f"{path[-2]}[{path[-1]}]"
     return str(path[-1])
@@ -75,28 +79,32 @@ def _schema(model: type[BaseModel]) -> Node:
     return model.model_json_schema()
 
 
-def _problem(item: Any, schema: Node) -> Problem:
+def _is_long_enough(item: Any) -> bool:
+    return item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"]
+
+
+def _problem(item: Any, schema: Node, whole: str) -> Problem:
     kind, path, value = item["type"], tuple(item["loc"]), item["input"]
     if kind == "missing":
         node = _node(schema, path, schema)
-        message = f"{label(path[:-1])} lacks the key {path[-1]}"
+        message = f"{label(path[:-1], whole)} lacks the key {path[-1]}"
         return Problem(message, path, expected=f"{path[-1]}: {_phrase(node, schema)}")
     if kind in ("extra_forbidden", "invalid_key"):
         known = list(_node(schema, path[:-1], schema).get("properties", {}))
-        message = f"unknown key {path[-1]} in {label(path[:-1])}"
+        message = f"unknown key {path[-1]} in {label(path[:-1], whole)}"
         expected = f"one of {', '.join(known)}" if known else "a text"
         return Problem(message, path, expected=expected, hint=nearest(path[-1], known), at_key=True)
     if path[-1:] == ("[key]",):
         pattern = next(iter(_node(schema, path[:-2], schema).get("patternProperties", {"": None})))
-        message = f"{shown(value)} cannot be a name in {label(path[:-2])}"
+        message = f"{shown(value)} cannot be a name in {label(path[:-2], whole)}"
         return Problem(message, path[:-1], expected=_PATTERNS.get(pattern, "a text"), at_key=True)
     node = _node(schema, path, schema)
-    return Problem(_sentence(item, path, node), path, _phrase(node, schema), _hint(value, node, schema))
+    return Problem(_sentence(item, path, node, whole), path, _phrase(node, schema), _hint(value, node, schema))
 
 
-def _sentence(item: Any, path: Path, node: Node) -> str:
+def _sentence(item: Any, path: Path, node: Node, whole: str) -> str:
     kind, value, limits = item["type"], item["input"], item.get("ctx", {})
-    name = label(path)
+    name = label(path, whole)
     if kind in ("greater_than_equal", "less_than_equal", "less_than"):
         if node.get("minimum") == node.get("maximum"):
             return f"{name} must be {node['minimum']}, not {shown(value)}"

@@ -4,11 +4,11 @@ import pytest
 import render_kit as kit
 
 from lorac.compile import compile_spec
-from lorac.errors import BuildError
+from lorac.errors import BuildError, LoracError, SpecError
 
 
 def error_of(folder, **texts) -> str:
-    with pytest.raises(BuildError) as caught:
+    with pytest.raises(LoracError) as caught:
         compile_spec(kit.write(folder, **texts))
     return str(caught.value)
 
@@ -99,9 +99,44 @@ def test_a_template_that_is_not_there(tmp_path):
     assert "there is no template kernels/none.py.jinja" in error_of(tmp_path, declaration=declaration)
 
 
-def test_a_tile_without_a_constant(tmp_path):
-    message = error_of(tmp_path, declaration=kit.DECLARATION.replace("[BLOCK_M]", "[BLOCK_M, BLOCK_N]"))
-    assert "only_o_proj" in message and "BLOCK_N" in message
+TILES = "tiles: [{BLOCK_M: 16}]"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at", "message"),
+    [
+        ("summary:", "sumary:", "sumary", "unknown key sumary in backend.yaml"),
+        ("[BLOCK_M]", "[BLOCK_M, BLOCK_N]", "{BLOCK_M: 16}", "the tile lacks BLOCK_N"),
+        (TILES, "tiles: [{BLOCK_M: 16, stags: 5}]", "stags", "a tile of this stage has no stags"),
+        (TILES, "tiles: [{BLCK_M: 16}]", "BLCK_M", "a tile of this stage has no BLCK_M"),
+        (TILES, "tiles: [{BLOCK_M: 16, RANK: 16}]", "RANK", "a tile of this stage has no RANK"),
+        (TILES, "tiles: [{BLOCK_M: 48}]", "48", "BLOCK_M must be a power of two, not 48"),
+        (TILES, "tiles: [{BLOCK_M: 0}]", "0}", "BLOCK_M must be a power of two, not 0"),
+        (TILES, "tiles: [{BLOCK_M: big}]", "big", "BLOCK_M must be a power of two, not big"),
+        (TILES, "tiles: [{BLOCK_M: 16, warps: 3}]", "3}", "warps cannot be 3"),
+        (TILES, "tiles: []", "tiles", "tiles must not be empty"),
+        (TILES, "tiles: [{rows: 8, BLOCK_M: 16}]", "rows: 8", "the last tile has a bound, rows"),
+        (TILES, "tiles: [{bare: true, BLOCK_M: 16}]", "bare", "the last tile has a bound, bare"),
+        (TILES, "tiles: [{library: true}, {BLOCK_M: 16}]", "true", "only cannot leave anything to the library"),
+        ("dims: {BLOCK_M", "dims: {BLOCK_N", "BLOCK_N", "BLOCK_N is no constant of the kernel that tiles state"),
+        ("dims:", "operands: [[BLOCK_M, BLOCK_K]]\n    dims:", "BLOCK_K", "operands cannot be BLOCK_K"),
+        ("dims:", "when_split: [parts]\n    dims:", "parts", "when_split cannot be parts"),
+        ("dims:", "beside: other\n    dims:", "other", "beside cannot be other"),
+        ("[BLOCK_M]", "[BLOCK_M, ROWS]\n    follows: {ROWS: other.ROWS}", "other.ROWS", "ROWS cannot be other.ROWS"),
+        ('"*dtype"', '"*fp33"', '"*fp33"', 'x cannot be "*fp33"'),
+        ('"*dtype"', "integer", "integer", 'x cannot be "integer"'),
+        ('"*dtype"', '"tile<dtype>[BLOCK_M, BLOCK_K]"', '"tile', "x cannot be BLOCK_K"),
+    ],
+)  # fmt: skip
+def test_a_declaration_at_fault(tmp_path, old, new, at, message):
+    """Told once, where it stands, before any template is rendered."""
+    declaration = kit.DECLARATION.replace(old, new)
+    with pytest.raises(SpecError) as caught:
+        compile_spec(kit.write(tmp_path, declaration=declaration))
+    problems = [of for of in caught.value.problems if of.message != "backend.yaml lacks the key summary"]
+    before = declaration[: declaration.index(at)].split("\n")
+    place = (f"{tmp_path}/kinds/mine/backend.yaml", len(before), len(before[-1]) + 1)
+    assert [(of.file, of.line, of.column) for of in problems] == [place] and problems[0].message.startswith(message)
 
 
 def test_python_that_is_none(tmp_path):
