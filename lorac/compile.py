@@ -8,7 +8,7 @@ from lorac.fingerprint import fingerprint
 from lorac.plan.build import make_plan
 from lorac.plan.model import Plan
 from lorac.spec import load_spec, place, tuned
-from lorac.spec.folders import find_folders
+from lorac.spec.folders import BackendFolder, find_folders
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Planned:
     """A spec's plan, each backend block's template folder, and the files and folders the spec itself refers to."""
 
     plan: Plan
-    folders: dict[str, Path]
+    folders: dict[str, BackendFolder]
     inputs: tuple[Path, ...]
 
 
@@ -41,7 +41,7 @@ def plan_spec(path: str | Path) -> Planned:
     # the whole folder of tables, there or not: a table that appears is a change too
     named = [file.spec.model.config, *(backend.templates for backend in file.spec.backends.values()), tuned.FOLDER]
     inputs = tuple(file.folder / name for name in dict.fromkeys(named) if name)
-    return Planned(plan, {name: folder.path for name, folder in folders.items()}, inputs)
+    return Planned(plan, folders, inputs)
 
 
 def compile_spec(path: str | Path) -> Compiled:
@@ -50,5 +50,5 @@ def compile_spec(path: str | Path) -> Compiled:
 
     planned = plan_spec(path)
     plan, folders = planned.plan, planned.folders
-    digest = fingerprint(plan.canonical(), folders.values())
+    digest = fingerprint(plan.canonical(), [folder.path for folder in folders.values()])
     return Compiled(plan, render(plan, folders, digest), planned.inputs)

@@ -35,6 +35,12 @@ class Syntax:
         """Templates it includes by a literal name."""
         return [name for name in meta.find_referenced_templates(self.tree) if name]
 
+    def line_including(self, name: str) -> int:
+        """The first line that includes a template by its literal name."""
+        kinds = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+        named = ((node, [node.template, *node.template.find_all(nodes.Const)]) for node in self.tree.find_all(kinds))
+        return next(node.lineno for node, of in named if any(getattr(one, "value", None) == name for one in of))
+
     def line_of(self, names: set[str]) -> tuple[str, int]:
         """The first of these names in the text, and its line."""
         return next((node.name, node.lineno) for node in self.tree.find_all(nodes.Name) if node.name in names)
@@ -70,13 +76,20 @@ def attributes_read(env: Environment, name: str, of: str) -> set[str]:
     return found
 
 
-def parse(env: Environment, name: str) -> Syntax:
-    """One template. Raises BuildError where there is none, or it is no template."""
+def exists(env: Environment, name: str) -> bool:
+    """Whether there is a template of that name."""
     try:
-        source, file, _ = env.loader.get_source(env, name)
-        return _parse(source, name, file)
+        env.loader.get_source(env, name)
     except TemplateNotFound:
-        raise BuildError(f"there is no template {name}") from None
+        return False
+    return True
+
+
+def parse(env: Environment, name: str) -> Syntax:
+    """One template, which exists. Raises BuildError where it is no template."""
+    source, file, _ = env.loader.get_source(env, name)
+    try:
+        return _parse(source, name, file)
     except TemplateSyntaxError as error:
         raise BuildError(f"{error.filename}:{error.lineno}: {error.message}") from None
 
@@ -96,4 +109,9 @@ def _included(env: Environment, name: str) -> Iterator[tuple[str, ...]]:
         if including[-1] not in seen:
             seen.add(including[-1])
             yield including
-            waiting += [(*including, found) for found in parse(env, including[-1]).includes]
+            template = parse(env, including[-1])
+            for found in template.includes:
+                if not exists(env, found):
+                    line = template.line_including(found)
+                    raise BuildError(f"{template.file}:{line}: there is no template {found} to include")
+                waiting.append((*including, found))

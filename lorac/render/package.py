@@ -9,22 +9,25 @@ from lorac.errors import BuildError, Problem, format_problems
 from lorac.plan.buffers import room
 from lorac.plan.kernels import block_of
 from lorac.plan.model import BackendPlan, KernelPlan, Launch, ModulePlan, Plan
-from lorac.render.environment import environment, render_template
-from lorac.render.names import attributes_read, check_names
+from lorac.render.environment import environment
+from lorac.render.names import attributes_read, check_names, exists
+from lorac.render.python import render_python
+from lorac.render.tables import check_tables
 from lorac.runtime.load import FORMAT
 from lorac.runtime.room import SPAN, UNIT
 from lorac.spec.backend import declaration_path
+from lorac.spec.folders import BackendFolder
 from lorac.spec.source import place, read_source
+from lorac.spec.wording import nearest
 
 # what a kernel template may use besides what it defines itself
 KERNEL_NAMES = {"kernel", "module", "package", "parameters", "backend"}
-OPTIONAL = frozenset({"parameters", "package", "modules", "experts", "header"})
 
 
-def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, str]:
+def render(plan: Plan, folders: dict[str, BackendFolder], fingerprint: str) -> dict[str, str]:
     """Every file of the package by its path inside it, the manifest last.
 
-    `folders` holds each backend block's template folder. Raises BuildError where a template and the plan disagree.
+    `folders` holds each backend block's. Raises BuildError where a template and the plan disagree.
     """
     package = _package(plan)
     bare = {variant.name for variant in plan.variants if not variant.adapters}
@@ -54,21 +57,24 @@ def render(plan: Plan, folders: dict[str, Path], fingerprint: str) -> dict[str, 
     for name, values in context.items():
         path = "__init__.py" if name == "init" else f"{name}.py"
         template = f"package/{name}.py.jinja"
-        files[path] = _tidy(render_template(env, template, values | {"header": _header(plan, template)}))
+        values = values | {"header": _header(plan, f"templates/{template}")}
+        files[path] = render_python(env, template, path, values)
     files["backends/__init__.py"] = (
-        _header(plan, "backends/") + '\n"""The backends of this package, one module each."""\n'
+        _header(plan, "templates/backends/") + '\n"""The backends of this package, one module each."""\n'
     )
     for backend in plan.backends:
         files[f"backends/{backend.name}.py"] = _backend(plan, backend, folders[backend.name], package)
-    for path, text in files.items():
-        _check_python(path, text)
     return dict(sorted(files.items())) | {"manifest.json": _manifest(plan, files, fingerprint)}
 
 
-def _backend(plan: Plan, backend: BackendPlan, folder: Path, package: dict) -> str:
-    env = environment(folder)
+def _backend(plan: Plan, backend: BackendPlan, folder: BackendFolder, package: dict) -> str:
+    env = environment(folder.path)
     template = "backend.py.jinja"
-    _check_parameters(env, template, backend, folder)
+    file = folder.path / template
+    if not file.is_file():
+        raise BuildError(f"{file} is not there: it is the template that renders a backend's module")
+    _check_kernels(env, backend, folder.path)
+    _check_parameters(env, template, backend, folder.path)
     served = [
         _module(module) | _kernels([kernel for kernel in backend.kernels if kernel.module == module.name])
         for module in plan.modules
@@ -80,9 +86,29 @@ def _backend(plan: Plan, backend: BackendPlan, folder: Path, package: dict) -> s
         "parameters": dict(backend.parameters),
         "modules": [module for module in served if not module["experts"]],
         "experts": [module for module in served if module["experts"]],
-        "header": _header(plan, f"backends/{backend.kind}/{template}"),
+        "header": _header(plan, f"{folder.name}/{template}{', beside the spec' * folder.beside_spec}"),
     }
-    return _tidy(render_template(env, template, context, OPTIONAL))
+    # whoever writes a backend uses what serves it; its parameters alone must be read
+    text = render_python(env, template, f"backends/{backend.name}.py", context, optional=frozenset(context))
+    names = ([module["name"] for module in context[kind]] for kind in ("modules", "experts"))
+    check_tables(text, str(file), *names)
+    return text
+
+
+def _check_kernels(env, backend: BackendPlan, folder: Path) -> None:
+    """Raises BuildError, placed in the declaration, for templates of kernels that are not there."""
+    missing = {kernel.stage: kernel.template for kernel in backend.kernels if not exists(env, kernel.template)}
+    if missing:
+        problems = [
+            Problem(
+                f"there is no template {template}",
+                ("kernels", stage, "template"),
+                expected="a file of the backend's folder, or of lorac's templates, as in shared/shrink.py.jinja",
+                hint=nearest(template, env.list_templates()),
+            )
+            for stage, template in missing.items()
+        ]
+        raise BuildError(format_problems(place(problems, read_source(declaration_path(folder)))))
 
 
 def _check_parameters(env, template: str, backend: BackendPlan, folder: Path) -> None:
@@ -162,31 +188,7 @@ def _off(plan: Plan, backend: BackendPlan) -> list[tuple[str, str]]:
 
 def _header(plan: Plan, template: str) -> str:
     """Two lines, always: Triton keys compiled kernels by their line number. The first follows Go's convention."""
-    return f'# Code generated by lorac from the spec "{plan.name}". DO NOT EDIT.\n# Template: templates/{template}'
-
-
-def _tidy(text: str) -> str:
-    """Trailing blanks off, runs of blank lines as a formatter leaves them, one newline at the end."""
-    lines: list[str] = []
-    blank = 0
-    for line in (line.rstrip() for line in text.splitlines()):
-        if not line:
-            blank += 1
-            continue
-        most = 2 if not line.startswith((" ", ")", "}", "]")) else 1
-        lines += [""] * (min(blank, most) if lines else 0)
-        lines.append(line)
-        blank = 0
-    return "\n".join(lines) + "\n"
-
-
-def _check_python(path: str, text: str) -> None:
-    try:
-        compile(text, path, "exec")
-    except SyntaxError as error:
-        raise BuildError(
-            f"{path}:{error.lineno}: the templates rendered invalid Python: {error.msg}: {error.text}"
-        ) from error
+    return f'# Code generated by lorac from the spec "{plan.name}". DO NOT EDIT.\n# Template: {template}'
 
 
 def _manifest(plan: Plan, files: dict[str, str], fingerprint: str) -> str:

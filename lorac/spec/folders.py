@@ -1,6 +1,7 @@
 """Backend folders: found by kind in the spec's own search path and in lorac's, their declarations read."""
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,15 @@ from .source import place
 
 @dataclass(frozen=True)
 class BackendFolder:
-    """A backend's template folder, with its declaration read."""
+    """A backend's template folder, with its declaration read.
+
+    `name` is its path from lorac's own folder, or from the spec's that it lies beside: wherever those are.
+    """
 
     path: Path
     declaration: Declaration
+    name: str
+    beside_spec: bool
 
 
 def find_folders(file: SpecFile) -> dict[str, BackendFolder]:
@@ -28,8 +34,8 @@ def find_folders(file: SpecFile) -> dict[str, BackendFolder]:
     for block, backend in file.spec.backends.items():
         kind = backend.kind or block
         try:
-            path = _locate(file.folder, backend.templates, kind, block)
-            folders[block] = BackendFolder(path, read_declaration(path))
+            path, name, beside = _locate(file.folder, backend.templates, kind, block)
+            folders[block] = BackendFolder(path, read_declaration(path), name, beside)
         except SpecError as error:
             problems += [problem if problem.file else file.source.place(problem) for problem in error.problems]
     if problems:
@@ -51,10 +57,10 @@ def serving_experts() -> list[str]:
     return [folder.name for folder in folders if read_declaration(folder).experts]
 
 
-def _locate(base: Path, templates: str | None, kind: str, block: str) -> Path:
-    """The folder of a kind: below the block's `templates`, inside the spec's folder, or else among lorac's own."""
+def _locate(base: Path, templates: str | None, kind: str, block: str) -> tuple[Path, str, bool]:
+    """A kind's folder, as BackendFolder has it: below `templates` in the spec's folder, or else among lorac's own."""
     own = templates_folder() / "backends"
-    roots = [own]
+    roots = {own: ("templates/backends", False)}
     if templates is not None:
         root = (base / templates).resolve()
         if not root.is_relative_to(base.resolve()):
@@ -62,10 +68,10 @@ def _locate(base: Path, templates: str | None, kind: str, block: str) -> Path:
             raise SpecError(
                 [Problem(f"{templates!r} leaves the spec's folder", path, "a folder beside or below the spec")]
             )
-        roots.insert(0, root)
-    for root in roots:
+        roots = {root: (os.path.normpath(templates), True)} | roots
+    for root, (name, beside) in roots.items():
         if declaration_path(root / kind).is_file():
-            return root / kind
+            return root / kind, f"{name}/{kind}", beside
     known = sorted(path.parent.name for root in roots for path in root.glob("*/backend.yaml"))
     near = difflib.get_close_matches(kind, known, 1)
     hint = (

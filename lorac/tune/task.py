@@ -66,9 +66,9 @@ class Task:
                 stages[site.stage] = (*stages.get(site.stage, ()), *((tile, "") for tile in _demanding(search, kernel)))
                 rendered[site.backend].add(site.kernel)
         able = make_plan(self.spec, file.shapes, self.declarations, forced)
-        paths = {name: folder.path for name, folder in folders.items()}
-        self.fingerprint = fingerprint(plan.canonical(), paths.values())  # whatever sizes and backends are searched
-        self.files = render(able, paths, self.fingerprint)
+        paths = [folder.path for folder in folders.values()]
+        self.fingerprint = fingerprint(plan.canonical(), paths)  # whatever sizes and backends are searched
+        self.files = render(able, folders, self.fingerprint)
         self._kernels = {(b.name, kernel.name): kernel for b in able.backends for kernel in b.kernels}
 
     def rows(self, site: Site, launch: Launch, served: bool = False) -> list[tuple]:

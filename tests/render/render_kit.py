@@ -6,6 +6,7 @@ import yaml
 
 from lorac.compile import compile_spec
 from lorac.render.package import render
+from lorac.spec.folders import BackendFolder, read_declaration
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "specs").glob("*.yaml"))
@@ -40,6 +41,12 @@ WIDTH = {{ parameters.width }}
 {% include kernel.template %}
 {% endfor %}
 {% endfor %}
+ADD = {
+{% for module in modules %}
+    "{{ module.name }}": print,
+{% endfor %}
+}
+KERNELS = ()
 """
 KERNEL = "{{ kernel.name | upper }} = {{ module.in_features }}\n"
 
@@ -69,4 +76,8 @@ def files_of(data: dict, folder: Path) -> dict[str, str]:
 
 def files_of_plan(plan) -> dict[str, str]:
     """The package of a plan whose backends are all lorac's own."""
-    return render(plan, {b.name: ROOT / "templates" / "backends" / b.kind for b in plan.backends}, "0" * 64)
+    folders = {}
+    for backend in plan.backends:
+        name = f"templates/backends/{backend.kind}"
+        folders[backend.name] = BackendFolder(ROOT / name, read_declaration(ROOT / name), name, beside_spec=False)
+    return render(plan, folders, "0" * 64)

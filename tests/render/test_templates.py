@@ -1,10 +1,13 @@
 """A template and its plan node agree in both directions, and every error of a template names its file and line."""
 
+import re
+
 import pytest
 import render_kit as kit
 
 from lorac.compile import compile_spec
 from lorac.errors import BuildError, LoracError, SpecError
+from lorac.render.environment import environment, render_template
 
 
 def error_of(folder, **texts) -> str:
@@ -90,13 +93,37 @@ def test_a_parameter_nobody_declares(tmp_path):
 
 
 def test_a_context_entry_nobody_uses(tmp_path):
-    message = error_of(tmp_path, backend=kit.BACKEND.replace("{{ backend.name }}", "nameless"))
-    assert message.startswith(f"{tmp_path}/kinds/mine/backend.py.jinja: ") and "does not use backend" in message
+    (tmp_path / "one.py.jinja").write_text("{{ used }}\n")
+    with pytest.raises(BuildError, match=rf"^{tmp_path}/one.py.jinja: it does not use unused, "):
+        render_template(environment(tmp_path), "one.py.jinja", {"used": 1, "unused": 2})
 
 
-def test_a_template_that_is_not_there(tmp_path):
-    declaration = kit.DECLARATION.replace("kernel.py.jinja", "kernels/none.py.jinja")
-    assert "there is no template kernels/none.py.jinja" in error_of(tmp_path, declaration=declaration)
+def test_a_backend_uses_of_what_it_is_given_what_serves_it(tmp_path):
+    spec = kit.write(tmp_path, backend=kit.BACKEND.replace("{{ backend.name }}", "nameless"))
+    assert "nameless" in compile_spec(spec).files["backends/mine.py"]
+
+
+def test_a_kernel_s_template_that_is_not_there(tmp_path):
+    declaration = kit.DECLARATION.replace("kernel.py.jinja", "kernal.py.jinja")
+    message = error_of(tmp_path, declaration=declaration)
+    assert message.startswith(f"{tmp_path}/kinds/mine/backend.yaml:6:15: there is no template kernal.py.jinja\n")
+    assert "hint: did you mean kernel.py.jinja?" in message
+
+
+@pytest.mark.parametrize("file", ["backend", "kernel"])
+def test_an_included_template_that_is_not_there(tmp_path, file):
+    text = {"backend": kit.BACKEND, "kernel": kit.KERNEL}[file] + 'ok\n{% include "none.py.jinja" %}\n'
+    message = error_of(tmp_path, **{file: text})
+    assert (
+        message == place(tmp_path, f"{file}.py.jinja", text, "none") + "there is no template none.py.jinja to include"
+    )
+
+
+def test_a_folder_without_the_template_of_its_module(tmp_path):
+    spec = kit.write(tmp_path)
+    (tmp_path / "kinds/mine/backend.py.jinja").unlink()
+    with pytest.raises(BuildError, match=rf"^{tmp_path}/kinds/mine/backend.py.jinja is not there: "):
+        compile_spec(spec)
 
 
 TILES = "tiles: [{BLOCK_M: 16}]"
@@ -139,9 +166,38 @@ def test_a_declaration_at_fault(tmp_path, old, new, at, message):
     assert [(of.file, of.line, of.column) for of in problems] == [place] and problems[0].message.startswith(message)
 
 
-def test_python_that_is_none(tmp_path):
-    message = error_of(tmp_path, kernel=kit.KERNEL + "def broken(:\n")
-    assert message.startswith("backends/mine.py:") and "invalid Python" in message and "def broken(:" in message
+@pytest.mark.parametrize("file", ["backend", "kernel"])
+@pytest.mark.parametrize("fault", ["def broken(:", "broken = {{ module.in_features }} {{ parameters.width }}"])
+def test_python_that_is_none(tmp_path, file, fault):
+    """After loops, conditions, comments, and lines that a filter has filled anew."""
+    before = "{# of\nlines #}\n{% if parameters.width %}\n{% filter pydoc %}\na text\nof lines\n"
+    before += "{% endfilter %}\n{% endif %}\n"
+    text = {"backend": kit.BACKEND + "{% set module = modules[0] %}\n", "kernel": kit.KERNEL}[file]
+    text += f"{before}{fault}\nY = 1\n"
+    message = error_of(tmp_path, **{file: text})
+    assert message.startswith(place(tmp_path, f"{file}.py.jinja", text, fault))
+    assert re.search(
+        r"invalid Python: invalid syntax.*, in line \d+ of backends/mine.py: (def broken|broken = 64 4)", message
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("KERNELS = ()", "", "the module it renders defines no KERNELS; "),
+        ("ADD = {", "TABLE = {", "the module it renders defines no ADD; "),
+        ('"{{ module.name }}": print,', "", "the ADD it renders has no function for o_proj; "),
+    ],
+)
+def test_a_module_without_what_the_runtime_looks_up(tmp_path, old, new, message):
+    assert old in kit.BACKEND
+    found = error_of(tmp_path, backend=kit.BACKEND.replace(old, new))
+    assert found.startswith(f"{tmp_path}/kinds/mine/backend.py.jinja: {message}")
+
+
+def test_a_table_may_be_any_expression(tmp_path):
+    text = kit.BACKEND.replace("ADD = {", "ADD = dict() | {") + "from itertools import count as KERNELS\n"
+    assert "ADD = dict() | {" in compile_spec(kit.write(tmp_path, backend=text)).files["backends/mine.py"]
 
 
 @pytest.mark.parametrize(
