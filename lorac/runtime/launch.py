@@ -132,6 +132,8 @@ class Kernel:
         """Launch on the current stream. Arguments are named, in the order of the kernel's signature."""
         if not all(grid):
             return
+        if interpreted():
+            self._check(arguments)
         for name in self._tiled:
             tensor = arguments[name]
             arguments[name] = TensorDescriptor(tensor, tensor.shape, tensor.stride(), self._block(name, launch))
@@ -172,9 +174,17 @@ class Kernel:
         compiled = self._compiled.get((launch, device))
         if compiled is not None:
             return compiled
+        self._check(arguments)
+        return self.compile(launch)
+
+    def _check(self, arguments: dict) -> None:
+        """Raises PackageError for other arguments than are declared, and for a tensor of other elements."""
         if list(arguments) != list(self.arguments):
             raise PackageError(f"kernel {self.name} takes {list(self.arguments)}, not {list(arguments)}")
-        return self.compile(launch)
+        for name, of in self.arguments.items():
+            value, element = arguments[name], _ELEMENT.get(of.removeprefix("*"))
+            if of.startswith("*") and isinstance(value, torch.Tensor) and value.dtype != element:
+                raise PackageError(f"kernel {self.name} takes {name} as {of}, not a tensor of {value.dtype}")
 
     def compile(self, launch: Launch) -> Compiled:
         """Compile one configuration for the current device without running it; later launches reuse it.

@@ -1,13 +1,14 @@
 """`lorac verify`: a package against the float64 oracle, over every backend, module, bucket edge and awkward batch."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from lorac.runtime.errors import PackageError
+from lorac.runtime.errors import PackageError, RuntimeFault
 from lorac.runtime.launch import interpreted
 from lorac.runtime.layout import Module
 from lorac.runtime.load import load
@@ -92,13 +93,35 @@ def verify(
 
 def _run(step: Step, case: Case, package, layers: dict, rng: random.Random, generator: torch.Generator) -> list:
     """One batch through every module, in one of the layers that were filled."""
-    prepare(step, case)
+    with _blaming(package, f"{step.backend_name}, {case.describe()}"):
+        prepare(step, case)
     outcomes = []
     for module in package.LAYOUT.modules:
         if module.experts is None or hasattr(step.backend, "EXPERT_ADD"):
             layer = rng.choice(layers[module.name])
-            outcomes.append((module, layer, _check(package, step, module, layer, case, generator)))
+            with _blaming(package, f"{step.backend_name} {module.name} layer {layer}, {case.describe()}"):
+                outcomes.append((module, layer, _check(package, step, module, layer, case, generator)))
     return outcomes
+
+
+@contextmanager
+def _blaming(package, what: str) -> Iterator[None]:
+    """Raises what the package's code raises as a PackageError: while doing what, and its innermost line in the package.
+
+    Errors that the runtime raises on purpose say so themselves.
+    """
+    try:
+        yield
+    except RuntimeFault:
+        raise
+    except Exception as error:  # generated from templates that anybody writes
+        place, trace = "", error.__traceback__
+        while trace:
+            of = trace.tb_frame.f_globals
+            if of.get("__name__", "").startswith(package.__name__ + "."):
+                place = f"{of['__file__']}:{trace.tb_lineno}: "
+            trace = trace.tb_next
+        raise PackageError(f"{what}: {place}{type(error).__name__}: {error}") from error
 
 
 def _check(package, step: Step, module: Module, layer: int, case: Case, generator: torch.Generator) -> Outcome:
@@ -124,8 +147,9 @@ def _steps(package, slots, backends, device: str, report: Report) -> list[Step]:
     """A step per backend that can run here: Triton's kernels need a GPU, or the interpreter and no bfloat16."""
     steps = []
     for backend in backends:
-        module = backend_module(package.__name__, package.BACKENDS, backend)
-        kernels, operators = module.KERNELS, getattr(module, "OPERATORS", ())
+        with _blaming(package, f"backend {backend}"):
+            module = backend_module(package.__name__, package.BACKENDS, backend)
+            kernels, operators = module.KERNELS, getattr(module, "OPERATORS", ())
         missing = [name for name in operators if not torch._C._dispatch_has_kernel(name)]
         if missing:
             report.skipped[backend] = f"no operator {missing[0]} is registered: import what defines it"

@@ -1,6 +1,8 @@
 """A backend of one's own is a folder and a block in a spec: no Python of lorac knows it; the same checks find it."""
 
 import random
+import re
+import shutil
 
 import kernel_kit as kit
 import pytest
@@ -9,7 +11,9 @@ import yaml
 from lorac.compile import compile_spec
 from lorac.emit import emit
 from lorac.errors import SpecError
+from lorac.runtime.errors import PackageError
 from lorac.runtime.load import load
+from lorac.verify.run import verify
 
 DECLARATION = """
 summary: one program per row; no tensor cores, no segments.
@@ -176,3 +180,27 @@ def test_its_parameters_are_checked(folder):
     with pytest.raises(SpecError, match="block is 8") as caught:
         package_of(folder, "refused", kit.spec_of(kind, "float32", block=8))
     assert "at least 16 and at most 1024" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("backend", "import torch\n", "import torchh\n", "backend tested: .*/tested.py:5: ModuleNotFoundError: "),
+        ("backend", "ADD = {", "ADD = dict() and {", "tested qkv_proj .*: KeyError: 'qkv_proj'"),
+        ("backend", "scale=scale,", "", "kernel gemv_qkv_proj takes .*'scale'.*, not .*"),
+        ("backend", "rank, scale = slot", "rank = slot", r"tested qkv_proj layer \d, decode: .*/tested.py:\d+: ValueE"),
+        ("backend", '{{ "*i64" if', '{{ "*i32" if', r"gemv_embed_tokens takes x as \*i32, not a tensor of torch.int64"),
+        ("gemv", "tl.sum(b_tile", "tl.summ(b_tile", "tested qkv_proj .*InterpreterError: .*summ"),
+    ],
+)
+def test_what_fails_when_it_runs_is_an_error_of_the_package(folder, tmp_path, file, old, new, message):
+    """Verifying says which module and batch, and where in the package, instead of a traceback."""
+    (kind,) = kit.kinds(folder / "mine", "mine")
+    shutil.copytree(folder / "mine", tmp_path / "mine")
+    changed = tmp_path / "mine" / "rowwise" / f"{file}.py.jinja"
+    assert old in changed.read_text()
+    changed.write_text(changed.read_text().replace(old, new, 1))
+    package_of(tmp_path, "broken", kit.spec_of(kind, "float32"))
+    with pytest.raises(PackageError) as caught:
+        verify(tmp_path / "broken", "cpu", most_rows=1)
+    assert re.search(message, str(caught.value))
