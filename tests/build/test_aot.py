@@ -13,7 +13,7 @@ from lorac.aot import Row, Served, compile_package, failures_of, report
 from lorac.aot.worker import describe
 from lorac.cli import main
 from lorac.errors import BuildError
-from lorac.runtime.load import load
+from lorac.runtime.load import FORMAT, load
 from lorac.runtime.package import backend_module
 
 PACKAGE = '''
@@ -69,7 +69,7 @@ def handmade(tmp_path):
         "backends/one.py": "from ..step import KERNELS as KERNELS\n",
     }
     hashes = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in files.items()}
-    files["manifest.json"] = json.dumps({"lorac": 1, "name": "handmade", "fingerprint": "", "files": hashes})
+    files["manifest.json"] = json.dumps({"lorac": FORMAT, "name": "handmade", "fingerprint": "", "files": hashes})
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
