@@ -5,7 +5,7 @@ is one batch size, each time a captured graph of all layers, replayed in turns w
 launches counts, its alignment included; only the plain mixture it is compared with has its pairs sorted beforehand.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -226,7 +226,9 @@ def report(rows: list[Row], prefills: list[tuple]) -> str:
 
 def main() -> None:
     """Print the tables of a package's first backend."""
-    package = given_package(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("package", metavar="PACKAGE")
+    package = given_package(parser.parse_args().package)
     backend = package.BACKENDS[0]
     work = Workload(package)
     rows = [measure(work, count, backend) for count in ROWS]

@@ -89,7 +89,7 @@ def read_source(path: str | Path) -> Source:
         raise SpecError([blank.at(Problem("not valid YAML: a number out of range"), position)]) from None
     if not isinstance(node, yaml.MappingNode):
         found = "the file is empty" if node is None else "the file is not a mapping of keys to values"
-        problem = Problem(found, expected="a spec, which begins with `lorac: 1`")
+        problem = Problem(found, expected="keys and their values; a spec begins with `lorac: 1`")
         raise SpecError([blank.at(problem, (1, 1))])
     reader = _Reader(blank, loader.problems)
     try:
