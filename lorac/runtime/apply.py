@@ -52,6 +52,8 @@ def linear(
             _check_base(module, layer, x, weight, step, bias)
         try:
             return add(module, layer, x, base_linear(x, weight, bias), step)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ShapeError):  # to look first would take as long as the rest of `add`
             _check_base(module, layer, x, weight, step, bias)
             raise

@@ -14,7 +14,7 @@ from lorac.runtime.capture import Recording
 from lorac.runtime.errors import CaptureError, ShapeError, TicketError
 from lorac.runtime.inputs import StaticInputs
 from lorac.runtime.stats import Cost, GraphKey, Progress, Stats
-from lorac.runtime.step import Step, check_rows_per_request
+from lorac.runtime.step import Step, whole_rows
 from lorac.runtime.ticket import Ticket
 from lorac.runtime.trees import map_tensors
 
@@ -104,8 +104,8 @@ class Graphs:
         """The forward's outputs for the ticket's batch: live rows, as views that the next `run` of the step overwrites.
 
         Replays the graph the ticket admits to, or runs eagerly. `inputs` are the live rows, as the static inputs are
-        named or ordered, on any device. Raises TicketError for a ticket that is stale or of another phase, ShapeError
-        for inputs that are not as the static ones.
+        named or ordered, on any device; but for their rows of the same shapes and types, whether or not a graph takes
+        them. Raises TicketError for a ticket that is stale or of another phase, ShapeError for other inputs.
         """
         self.step.check(ticket)
         self._check(ticket)
@@ -194,8 +194,7 @@ class DecodeGraphs(Graphs):
 
         Raises ShapeError where there is none.
         """
-        check_rows_per_request(rows_per_request)
-        self.rows_per_request = rows_per_request
+        self.rows_per_request = rows_per_request = whole_rows(rows_per_request)
         whole = tuple(entry for entry in table if entry[0] % rows_per_request == 0)
         if table and not whole:
             raise ShapeError(

@@ -5,7 +5,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -243,7 +243,9 @@ class Slots:
 
     def _reclaim(self) -> None:
         while self._abandoned:
-            self.release(self._abandoned.popleft())
+            for slot in self._abandoned.popleft():
+                with suppress(SlotError):  # released by someone before, which is no fault of who asks now
+                    self.release((slot,))
 
     def _found(self, names: list[str], use: bool) -> dict[str, int]:
         slots = {name: self._residents.by_name[name].slot for name in names}

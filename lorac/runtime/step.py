@@ -45,10 +45,11 @@ def even_starts(requests: int, rows: int) -> array:
     return array("i", range(0, requests * rows + 1, rows))
 
 
-def check_rows_per_request(rows: int) -> None:
-    """Raise ShapeError unless requests of a decode batch can have so many rows each."""
-    if not isinstance(rows, int) or rows < 1:
+def whole_rows(rows: int) -> int:
+    """Rows per request, as an int. Raises ShapeError unless requests of a decode batch can have so many each."""
+    if not hasattr(rows, "__index__") or rows < 1:
         raise ShapeError(f"rows_per_request is {rows!r}; expected a whole number, at least 1")
+    return int(rows)
 
 
 def _check_list(what: str, given: list, each: str) -> None:
@@ -284,7 +285,7 @@ class Step:
                 raise
 
     def _decode(self, names: list, rows_per_request: int) -> _Described:
-        check_rows_per_request(rows_per_request)
+        rows_per_request = whole_rows(rows_per_request)
         if type(names) is not list:
             _check_list("rows", names, "an adapter's name, or None,")
         starts = even_starts(len(names), rows_per_request)
@@ -307,7 +308,7 @@ class Step:
         if len(slots) != len(rows):
             raise ShapeError(f"rows lists {len(rows)} counts for {len(slots)} requests")
         _check_rows("rows", rows)
-        for slot in slots:
+        for slot in set(slots):
             if not -1 <= slot < self.layout.slots:
                 raise SlotError(f"there is no slot {slot}; expected 0 to {self.layout.slots - 1}, or -1 for base rows")
         if phase == "decode" and len(set(rows)) > 1:

@@ -103,6 +103,17 @@ def test_a_step_that_is_gone_uses_nothing(server, adapters, ask):
     assert {of.name: of.users for of in s.slots.adapters() if of.users} == {"b": 1}
 
 
+def test_a_step_that_is_gone_leaves_no_fault_to_others(server):
+    """What it used may have been released by someone else before; the rest is released all the same."""
+    s = server("torch")
+    step = s.package.Step(s.slots, "torch")
+    step.prepare([*"abc"])
+    s.slots.release([0])
+    del step
+    gc.collect()
+    assert {of.name: of.users for of in s.slots.adapters()} == dict.fromkeys("abcd", 0)
+
+
 def test_a_step_may_go_while_another_thread_holds_the_slots(server):
     """It must not wait: that thread may wait for this one."""
     s = server("torch")
@@ -129,7 +140,8 @@ def test_requests_named_by_slot_may_have_several_decode_rows(server):
     s = server("csgmv")
     graphs = s.decode(rows_per_request=2)
     graphs.capture([4])
-    named = s.step.prepare(["b", None], rows_per_request=2)
+    named = s.step.prepare(["b", None], rows_per_request=torch.tensor(2))  # whatever whole number
+    assert type(named.rows_per_request) is int
     numbered = s.step.prepare_slots("decode", [1, -1], [2, 2])
     assert numbered == named._replace(serial=numbered.serial)
     graphs.run(numbered, s.inputs(4))
