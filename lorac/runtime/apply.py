@@ -153,22 +153,23 @@ def _check_base(
     if spec.kind == "embedding":
         raise ShapeError(f"{module} is an embedding, which linear does not serve: look the rows up, and add to them")
     rows_of(x, spec, step, step.batch_of(module))
-    _check_parameter("weight", weight, (spec.out_features, spec.in_features), spec, step)
+    check_parameter(f"{spec.name}: weight", weight, (spec.out_features, spec.in_features), step)
     if bias is not None:
-        _check_parameter("bias", bias, (spec.out_features,), spec, step)
+        check_parameter(f"{spec.name}: bias", bias, (spec.out_features,), step)
 
 
-def _check_parameter(name: str, tensor: torch.Tensor, shape: tuple[int, ...], spec: Module, step: Step) -> None:
+def check_parameter(name: str, tensor: torch.Tensor, shape: tuple[int, ...], step: Step) -> None:
+    """Raise ShapeError for a base layer's tensor of another shape, dtype or device than the package's."""
     if tensor.shape != shape or tensor.dtype != step.slots.dtype or tensor.device != step.device:
         raise ShapeError(
-            f"{spec.name}: {name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
+            f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
             f"{step.slots.dtype} on {step.device}"
         )
 
 
 def _fits(weight: torch.Tensor, spec: Module, step: Step) -> None:
     """Whether the kernels can read the base layer's weight."""
-    _check_parameter("weight", weight, (spec.out_features, spec.in_features), spec, step)
+    check_parameter(f"{spec.name}: weight", weight, (spec.out_features, spec.in_features), step)
     if not weight.is_contiguous():
         raise ShapeError(f"{spec.name}: weight has strides {weight.stride()}, and is read as a contiguous tensor")
     if weight.data_ptr() % ALIGN:

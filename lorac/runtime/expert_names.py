@@ -21,6 +21,11 @@ def roles_by_name(names: Sequence[str], roles: Sequence[str] = ROLES) -> dict[st
     return {name: tuple(role for other, role in zip(names, roles, strict=True) if other == name) for name in names}
 
 
+def roles_of(module: Module) -> tuple[str, ...]:
+    """What the slices of a module of experts are."""
+    return tuple(part.name for part in module.slices)
+
+
 KNOWN_ROLES = {name: roles for naming in _NAMINGS for name, roles in roles_by_name(naming).items()}
 
 
@@ -37,7 +42,7 @@ class ExpertNames:
         self.paths = tuple(dict.fromkeys(path for module in self.modules for path in paths_of(module.path))) or _BLOCKS
         own: dict[str, tuple[str, ...]] = {}
         for module in self.modules:
-            own |= roles_by_name(module.experts.names, [part.name for part in module.slices])
+            own |= roles_by_name(module.experts.names, roles_of(module))
         known = set(own) <= set(KNOWN_ROLES)
         self.roles = {**KNOWN_ROLES, **own} if known else own
         self.namings = (tuple(own), *(_NAMINGS if known else ()))  # the spec's first

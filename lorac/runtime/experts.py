@@ -6,7 +6,7 @@ and topk_weights [rows, top_k]. A pair is a row and one of its experts, number r
 
 import torch
 
-from lorac.runtime.apply import plain, rows_of
+from lorac.runtime.apply import check_parameter, plain, rows_of
 from lorac.runtime.compiled import ALIGN
 from lorac.runtime.errors import PackageError, ShapeError
 from lorac.runtime.layout import Module
@@ -94,12 +94,7 @@ def _unserved(step: Step):
 
 
 def _weight(weight: torch.Tensor, of: Module, name: str, step: Step) -> None:
-    shape = (of.experts.local, of.out_features, of.in_features)
-    if weight.shape != shape or weight.dtype != step.slots.dtype or weight.device != step.device:
-        raise ShapeError(
-            f"{name} is {list(weight.shape)} {weight.dtype} on {weight.device}, expected {list(shape)} "
-            f"{step.slots.dtype} on {step.device}"
-        )
+    check_parameter(name, weight, (of.experts.local, of.out_features, of.in_features), step)
     if not weight.is_contiguous() or weight.data_ptr() % ALIGN:
         raise ShapeError(f"{name} has strides {weight.stride()}; it must be contiguous and aligned to 16 bytes")
 

@@ -128,13 +128,11 @@ replay_call(PyObject *module, PyObject *const *given, Py_ssize_t count)
     PyObject *launches = all[0], *make = get(launches, MAKE), *y = NULL;
     if (!make)
         return NULL;
-    if (make != Py_None) {
-        y = PyObject_CallNoArgs(make);
-        all[count++] = y;
-    }
-    int failed = make != Py_None && !y;
+    int makes = make != Py_None;
+    if (makes)
+        y = all[count++] = PyObject_CallNoArgs(make);
     Py_DECREF(make);
-    if (failed)
+    if (makes && !y)
         return NULL;
     int done = known(launches, all + 1, count - 1);
     if (done == 1)

@@ -27,9 +27,8 @@ class Slots:
     `a`, `b`, `rank` and `scale` are the tables kernels read, by module; `Buffers` gives their shapes, and their
     addresses never change. Who writes to `b` itself calls `renew_copies`. `generation` grows with every change of a
     slot or a resident's name, `slot_generation[slot]` with every change of what that slot holds. `cache_bytes` bounds
-    the adapters kept on the host. Raises PackageError for a rank that the package was not built for.
-
-    Raises PackageError where `device` is a GPU and there is none.
+    the adapters kept on the host. Raises PackageError for a rank that the package was not built for, and where `device`
+    is a GPU and there is none.
 
     Any thread may call any method. `lock` guards names, slots and tables, and is held briefly: by a load while it
     commits, and by a step from looking slots up or checking its ticket to the end of its launches (`reading`).

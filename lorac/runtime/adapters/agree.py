@@ -36,7 +36,7 @@ def check_agreement(
                     pair.a.name,
                 )
         if not problems.found:
-            check_complete(config, pairs, parameters, placed, layout, problems)
+            check_complete(config, pairs, parameters, placed, layout, names, problems)
     except ValueError as error:  # a regex that takes too long
         problems.add(f"target_modules: {error}")
 
@@ -45,8 +45,7 @@ def _is_parameter(config: AdapterConfig, module: str, stacks: set[str]) -> bool:
     """Whether target_parameters selects a module: all experts, or the weight of a linear layer."""
     if module in stacks:
         return bool(config.parameters)
-    weights = [f".{name}.weight" for name in aliases(module)]
-    return any(weight.endswith(f".{parameter}") for weight in weights for parameter in config.parameters)
+    return any(config.adapts_parameter(f"{name}.weight") for name in aliases(module))
 
 
 def _selected(config: AdapterConfig, module: str, ties: bool, names: ExpertNames) -> bool:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from lorac.runtime.adapters import experts
 from lorac.runtime.adapters.config import AdapterConfig
 from lorac.runtime.adapters.files import CONFIG
-from lorac.runtime.adapters.names import PREFIXES, Pair, locate
+from lorac.runtime.adapters.names import PREFIXES, Pair, Place, locate
 from lorac.runtime.adapters.patterns import Targets
 from lorac.runtime.adapters.place import Placement, sites_of
 from lorac.runtime.adapters.problems import Problems
-from lorac.runtime.expert_names import ExpertNames
+from lorac.runtime.expert_names import ExpertNames, roles_of
 from lorac.runtime.layout import Layout, Module
 
 # lm_head by the prefix of the layers; below other prefixes they are those of a model without one
@@ -26,18 +26,14 @@ _WITH_HEAD = (None, "CAUSAL_LM")  # task_type: models for other tasks have no lm
 
 
 @dataclass(frozen=True)
-class _Expected:
-    """A module that the trained model had: `path` inside layer `layer`, or of the model."""
+class _Expected(Place):
+    """A module that the trained model had."""
 
-    layer: int | None
-    path: str
     parameter: bool  # whether it takes LoRA by target_parameters
 
-    def name(self, prefix: str) -> str | None:
+    def below(self, prefix: str) -> str | None:
         """The module's name below the prefix of the file's layers, if it can be there."""
-        if self.path == "lm_head":
-            return _HEADS.get(prefix)
-        return f"{prefix}{self.path}" if self.layer is None else f"{prefix}layers.{self.layer}.{self.path}"
+        return _HEADS.get(prefix) if self.path == "lm_head" else prefix + self.name
 
 
 def check_complete(
@@ -46,17 +42,17 @@ def check_complete(
     parameters: set[str],
     placed: list[Placement],
     layout: Layout,
+    names: ExpertNames,
     problems: Problems,
 ) -> None:
     """Note modules that the config promises and the file lacks; `parameters` are those of target_parameters.
 
     All of `pairs` are placed, and selected by the config. Raises ValueError for a regex that takes too long.
     """
-    names = ExpertNames(layout.modules)
     prefix = _prefix(config.targets, pairs, parameters, names)
     lost: dict[int | None, list[str]] = defaultdict(list)
     for expected in _lacking(pairs, placed, layout, names, bool(config.targets and config.targets.everything)):
-        name = None if prefix is None else expected.name(prefix)
+        name = None if prefix is None else expected.below(prefix)
         if name and _promised(config, expected, name, names):
             lost[expected.layer].append(expected.path)
     _report(lost, {item.layer for item in placed}, layout, problems)
@@ -64,11 +60,8 @@ def check_complete(
 
 def _prefix(targets: Targets | None, pairs: list[Pair], parameters: set[str], names: ExpertNames) -> str | None:
     """What stands before `layers.` in the model of the config: as in the file, or as the targets have it."""
-    inner = {}
-    for pair in pairs:
-        place = locate(pair.module)
-        if place.path != "lm_head":
-            inner[pair.module] = place.path if place.layer is None else f"layers.{place.layer}.{place.path}"
+    places = {pair.module: locate(pair.module) for pair in pairs}
+    inner = {module: place.name for module, place in places.items() if place.path != "lm_head"}
     own = dict.fromkeys(module.removesuffix(rest) for module, rest in inner.items())
     if targets is None or not inner:
         return next(iter(own), "model.")
@@ -86,7 +79,7 @@ def selects(targets: Targets, name: str, names: ExpertNames) -> bool:
 
 def _promised(config: AdapterConfig, expected: _Expected, name: str, names: ExpertNames) -> bool:
     if expected.parameter:
-        return any(f".{name}".endswith(f".{parameter}") for parameter in config.parameters)
+        return config.adapts_parameter(name)
     if config.targets is None or (expected.path == "lm_head" and config.raw.get("task_type") not in _WITH_HEAD):
         return False
     return selects(config.targets, name, names)
@@ -119,7 +112,7 @@ def _lacking(
                     yield _Expected(layer, f"{block}{'' if expert is None else f'.{expert}'}.{name}", False)
     for block in {path.removesuffix(".base_layer") for path in inside if names.is_stack(path)}:
         for module in names.modules:
-            if name := names.parameter(tuple(part.name for part in module.slices)):
+            if name := names.parameter(roles_of(module)):
                 for layer in _layers_without(module, range(len(module.slices)), None, present):
                     yield _Expected(layer, f"{block}.{name}", True)
 

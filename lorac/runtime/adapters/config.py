@@ -59,6 +59,10 @@ class AdapterConfig:
         """The rank of one module."""
         return int(self.ranks.lookup(module) or self.rank)
 
+    def adapts_parameter(self, name: str) -> bool:
+        """Whether target_parameters lists a parameter: by its name, or by the end of it."""
+        return any(f".{name}".endswith(f".{parameter}") for parameter in self.parameters)
+
     def scale_of(self, module: str) -> float:
         """What one module's B·A is multiplied by: alpha/r, or alpha/√r under rsLoRA."""
         alpha, rank = self.alphas.lookup(module), self.rank_of(module)

@@ -16,7 +16,7 @@ import torch
 from lorac.runtime.adapters.config import AdapterConfig
 from lorac.runtime.adapters.names import Pair, Place, locate
 from lorac.runtime.adapters.problems import Problems
-from lorac.runtime.expert_names import ExpertNames
+from lorac.runtime.expert_names import ExpertNames, roles_of
 from lorac.runtime.layout import Module
 
 
@@ -80,7 +80,7 @@ class Target:
         return rows
 
     def _slices(self):
-        roles = _roles(self.module)
+        roles = roles_of(self.module)
         return [(roles.index(role), self.module.slices[roles.index(role)]) for role in self.roles]
 
 
@@ -122,11 +122,11 @@ def resolve(pair: Pair, place: Place, names: ExpertNames) -> Target | None:
     """What the pair adapts; None where the package has no such experts."""
     if found := names.projection(place.path):
         index, roles = found[0], names.roles[found[1]]
-        fitting = (m for m in names.modules if set(roles) <= set(_roles(m)) and (index or 0) < m.experts.count)
+        fitting = (m for m in names.modules if set(roles) <= set(roles_of(m)) and (index or 0) < m.experts.count)
         return next((Target(module, roles, index, packed=index is None) for module in fitting), None)
     for module in names.modules if names.is_stack(place.path) else ():
-        if parameter := names.parameter(_roles(module)):
-            target = Target(module, _roles(module), None, parameter=parameter)
+        if parameter := names.parameter(roles_of(module)):
+            target = Target(module, roles_of(module), None, parameter=parameter)
             if _conventions(pair, target):
                 return target
     return None
@@ -165,7 +165,3 @@ def _conventions(pair: Pair, target: Target) -> set[bool]:
         return set()
     wanted = (pair.a.shape, pair.b.shape)
     return {swapped for swapped in (False, True) if target.shapes(rank, swapped) == wanted}
-
-
-def _roles(module: Module) -> tuple[str, ...]:
-    return tuple(part.name for part in module.slices)

@@ -41,6 +41,11 @@ class Place:
     layer: int | None
     path: str
 
+    @property
+    def name(self) -> str:
+        """The module's name behind the prefix of the text model."""
+        return self.path if self.layer is None else f"layers.{self.layer}.{self.path}"
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -107,8 +112,7 @@ def aliases(module: str) -> list[str]:
     place = locate(module)
     if place is None:
         return [module]
-    rest = place.path if place.layer is None else f"layers.{place.layer}.{place.path}"
-    return list(dict.fromkeys([module, *(prefix + rest for prefix in PREFIXES if prefix)]))
+    return list(dict.fromkeys([module, *(prefix + place.name for prefix in PREFIXES if prefix)]))
 
 
 def _strip(name: str) -> list[str]:

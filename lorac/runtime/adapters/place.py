@@ -195,12 +195,13 @@ def _homeless(pair: Pair, place: Place, layout: Layout, names: ExpertNames) -> s
             "(PEFT's all-linear includes it: list target_modules and target_parameters instead)"
         )
     served = [part.path if module.experts else part.name for module in layout.modules for part in module.slices]
-    message = f"{path} fits no module of package {layout.name}, which serves {', '.join(dict.fromkeys(served))}: "
+    message = f"{path} fits no module of package {layout.name}"
     if names.modules and names.is_stack(place.path):
         return (
-            f"{path} fits no module of package {layout.name}: no rank gives factors of {list(pair.a.shape)} and "
-            f"{list(pair.b.shape)} for all experts of one of its parameters; train it on the model of the package"
+            f"{message}: no rank gives factors of {list(pair.a.shape)} and {list(pair.b.shape)} for all experts of one "
+            "of its parameters; train it on the model of the package"
         )
+    message += f", which serves {', '.join(dict.fromkeys(served))}: "
     if names.modules and names.projection(place.path):
         return f"{message}its layers have {names.modules[0].experts.count} experts, numbered from 0"
     if _in_model(place.path, layout, names):
